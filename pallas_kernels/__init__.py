@@ -1,0 +1,1 @@
+"""Paged-attention operations: one folder per op with its reference and its back ends."""
