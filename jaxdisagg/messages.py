@@ -7,6 +7,7 @@ instance, however it was made, satisfies its own bounds (`decode` never returns 
 Framing, sequence numbers, epochs and fragments belong to the transport beneath.
 """
 
+import dataclasses
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -18,6 +19,7 @@ PROTOCOL_VERSION = 1
 SLOT_LIMIT = 1 << 20
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Slot = Annotated[int, msgspec.Meta(ge=0, lt=SLOT_LIMIT)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 
@@ -212,9 +214,9 @@ class Telemetry(msgspec.Struct, frozen=True, tag="telemetry", forbid_unknown_fie
     """
 
     request: RequestId
-    queue_s: float
-    prefill_s: float
-    transfer_s: float
+    queue_s: Seconds
+    prefill_s: Seconds
+    transfer_s: Seconds
     chunks: Count
     pages: Count
     units: Count
@@ -302,10 +304,10 @@ def compatibility(mine: NodeHello, theirs: NodeHello) -> list[str]:
         compare("context buffers", mine.context is not None, theirs.context is not None)
     elif mine.context is not None and theirs.context is not None:
         compare("context bytes", mine.context.buffer_bytes, theirs.context.buffer_bytes)
-    if not problems:
-        source, target = (mine, theirs) if mine.role == "prefill" else (theirs, mine)
-        try:
-            plan(source.layout, target.layout)
-        except ValueError as error:
-            problems.append(str(error))
+    try:  # only what the plan alone decides (tp, dp): the other fields are compared above
+        other = dataclasses.replace(mine.layout, tp=theirs.layout.tp, dp=theirs.layout.dp)
+        source, target = (mine.layout, other) if mine.role == "prefill" else (other, mine.layout)
+        plan(source, target)
+    except ValueError as error:
+        problems.append(str(error))
     return problems

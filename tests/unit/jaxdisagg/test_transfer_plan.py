@@ -1,0 +1,262 @@
+"""The transfer plan, by carrying it out on small caches built without its help."""
+
+import dataclasses
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxdisagg import transfer_plan
+from jaxdisagg.transfer_plan import (
+    CacheLayout,
+    PlanUnit,
+    TransferPlan,
+    check,
+    chunk_pages,
+    pages_for,
+    plan,
+)
+
+
+@st.composite
+def layouts(draw) -> CacheLayout:
+    kv_heads = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    fits = [t for t in (1, 2, 3, 4, 6, 8) if kv_heads % t == 0 or t % kv_heads == 0]
+    return CacheLayout(
+        "gqa",
+        layers=draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([1, 4, 6])),
+        page_size=draw(st.integers(1, 5)),
+        itemsize=draw(st.sampled_from([1, 2, 4])),
+        tp=draw(st.sampled_from(fits)),
+        dp=draw(st.integers(1, 2)),
+    )
+
+
+def shard(cache: np.ndarray, layout: CacheLayout, rank: int) -> np.ndarray:
+    """What mesh axes (kv, rep) put on tp rank `rank` of a cache [pages, kv_heads, 2, Z, H]."""
+    kv = min(layout.tp, layout.kv_heads)
+    devices = np.arange(layout.tp).reshape(kv, layout.tp // kv)
+    part = int(np.argwhere(devices == rank)[0, 0])
+    return np.split(cache, kv, axis=1)[part].copy()
+
+
+def carry_out(transfer: TransferPlan, rng: np.random.Generator, length: int, chunks: list[int]):
+    """Run the transfer by its plan. Returns (wrong destination bytes, times written, units)."""
+    layout = transfer.source
+    rows, need = length - 1, pages_for(length, layout.page_size)
+    pool = need + 3
+    source_pages = rng.permutation(pool)[:need]
+    target_pages = rng.permutation(pool)[:need]
+    shape = (pool, layout.kv_heads, 2, layout.page_size, layout.head_dim, layout.itemsize)
+    bounds = sorted({0, rows, *(c % (rows + 1) for c in chunks)})
+    issued = wrong = 0
+    times = np.zeros((layout.layers, layout.tp, pool, layout.shard_bytes), np.int64)
+    for layer in range(layout.layers):
+        cache = rng.integers(0, 256, shape, dtype=np.uint8)
+        source = [shard(cache, layout, r).reshape(pool, -1) for r in range(layout.tp)]
+        target = [np.zeros_like(s) for s in source]
+        for begin, end in pairwise(bounds):
+            for page in chunk_pages(begin, end, rows, layout.page_size):
+                for u in transfer.units:
+                    to = slice(u.destination_offset, u.destination_offset + u.length)
+                    origin = slice(u.source_offset, u.source_offset + u.length)
+                    part = source[u.source_rank][source_pages[page], origin]
+                    target[u.destination_rank][target_pages[page], to] = part
+                    times[layer, u.destination_rank, target_pages[page], to] += 1
+                    issued += 1
+        moved = np.zeros_like(cache)
+        moved[target_pages] = cache[source_pages]
+        for rank in range(layout.tp):
+            wrong += int((target[rank] != shard(moved, layout, rank).reshape(pool, -1)).sum())
+    untouched = np.setdiff1d(np.arange(pool), target_pages)
+    assert not times[:, :, untouched].any(), "a page of someone else was written"
+    return wrong, times[:, :, target_pages], issued
+
+
+@settings(max_examples=150, deadline=None)
+@given(layouts(), st.integers(2, 23), st.lists(st.integers(0, 99), max_size=4), st.integers(0, 9))
+def test_every_byte_once_from_the_right_byte_and_the_count_is_what_is_issued(
+    layout, length, chunks, seed
+):
+    destination = dataclasses.replace(layout, dp=3 - layout.dp)
+    transfer = plan(layout, destination, seed)
+    check(transfer)
+    wrong, times, issued = carry_out(transfer, np.random.default_rng(seed), length, chunks)
+    assert wrong == 0
+    assert (times == 1).all()
+    assert issued == transfer.expected_units(length)
+    assert transfer.expected_units(length, context_buffers=2) == issued + 2
+
+
+@given(layouts(), st.integers(1, 60), st.integers(0, 2**32 - 1))
+def test_the_count_depends_on_neither_seed_nor_grouping_of_ranks(layout, length, seed):
+    transfer = plan(layout, layout, seed)
+    ranks = range(layout.tp)
+    assert transfer.expected_units(length) == plan(layout, layout, 0).expected_units(length)
+    assert transfer.expected_units(length) == sum(
+        transfer.expected_units(length, destination_ranks=[r]) for r in ranks
+    )
+    assert [u for r in ranks for u in transfer.units_of(r)] == list(transfer.units)
+
+
+@given(st.integers(1, 9), st.integers(1, 80), st.lists(st.integers(0, 80), max_size=8))
+def test_chunks_cover_each_page_once_and_only_when_it_is_complete(page_size, length, cuts):
+    rows = length - 1
+    bounds = sorted([0, rows, *(c % (rows + 1) for c in cuts)])  # empty chunks too
+    covered: list[int] = []
+    for begin, end in pairwise(bounds):
+        pages = chunk_pages(begin, end, rows, page_size)
+        for page in pages:
+            assert end >= min((page + 1) * page_size, rows), "sent before it was complete"
+        covered.extend(pages)
+    assert covered == list(range(pages_for(length, page_size)))
+
+
+@pytest.mark.parametrize(
+    ("length", "pages"), [(1, 0), (2, 1), (16, 1), (17, 1), (18, 2), (33, 2), (34, 3)]
+)
+def test_the_last_token_is_the_decoders(length, pages):
+    assert pages_for(length, 16) == pages
+
+
+@pytest.mark.parametrize(("begin", "end", "total"), [(-1, 3, 5), (3, 2, 5), (0, 6, 5)])
+def test_a_range_that_is_no_chunk_is_refused(begin, end, total):
+    with pytest.raises(ValueError, match="chunk"):
+        chunk_pages(begin, end, total, 4)
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="prompt_length"):
+        pages_for(0, 16)
+
+
+BASE = CacheLayout("gqa", layers=2, kv_heads=4, head_dim=4, page_size=3, itemsize=2, tp=2)
+
+MUTATIONS = {
+    "a unit is missing": lambda u: u[1:],
+    "a unit is sent twice": lambda u: (*u, u[0]),
+    "ranks are swapped": lambda u: tuple(
+        dataclasses.replace(x, source_rank=1 - x.source_rank) for x in u
+    ),
+    "a unit is short": lambda u: (dataclasses.replace(u[0], length=u[0].length - 1), *u[1:]),
+    "the source is shifted": lambda u: (
+        dataclasses.replace(u[0], source_offset=2, length=u[0].length - 2),
+        dataclasses.replace(u[0], destination_offset=u[0].length - 2, length=2),
+        *u[1:],
+    ),
+    "halves are swapped": lambda u: (
+        PlanUnit(0, 0, 0, u[0].length // 2, u[0].length // 2),
+        PlanUnit(0, 0, u[0].length // 2, 0, u[0].length // 2),
+        u[1],
+    ),
+}
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS.values(), ids=MUTATIONS.keys())
+def test_a_wrong_plan_is_seen_by_the_check_and_by_carrying_it_out(mutate):
+    good = plan(BASE, BASE)
+    bad = dataclasses.replace(good, units=mutate(good.units))
+    with pytest.raises(ValueError, match="byte"):
+        check(bad)
+    wrong, times, _ = carry_out(bad, np.random.default_rng(0), 8, [])
+    assert wrong or (times != 1).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"source_rank": 2}, "no such source rank"),
+        ({"destination_rank": 2}, "no such destination rank"),
+        ({"source_offset": 1}, "outside the source"),
+        ({"destination_offset": 1}, "outside the page"),
+        ({"length": 0}, "length"),
+    ],
+)
+def test_the_check_names_a_unit_out_of_bounds(change, text):
+    good = plan(BASE, BASE)
+    extra = dataclasses.replace(good.units[0], **change)
+    with pytest.raises(ValueError, match=text):
+        check(dataclasses.replace(good, units=(extra, *good.units)))
+
+
+def test_parts_of_one_page_from_several_sources_pass_the_check():
+    """The shape that unequal tp will take: units of one destination rank from two sources."""
+    one = dataclasses.replace(BASE, tp=1)
+    half = BASE.shard_bytes
+    units = (PlanUnit(0, 0, 0, 0, half), PlanUnit(1, 0, 0, half, half))
+    check(TransferPlan(BASE, one, units))
+    with pytest.raises(ValueError, match="byte"):
+        check(TransferPlan(BASE, one, (units[0], dataclasses.replace(units[1], source_rank=0))))
+
+
+def test_a_page_longer_than_a_write_is_several_units(monkeypatch):
+    monkeypatch.setattr(transfer_plan, "MAX_UNIT_BYTES", 40)
+    transfer = plan(BASE, BASE)
+    assert [u.length for u in transfer.units_of(0)] == [40, 40, 16]
+    check(transfer)
+    wrong, times, issued = carry_out(transfer, np.random.default_rng(1), 8, [2])
+    assert wrong == 0
+    assert (times == 1).all()
+    assert issued == transfer.expected_units(8) == 3 * 2 * 2 * 3
+
+
+def test_replicated_heads_write_their_own_rank():
+    layout = dataclasses.replace(BASE, kv_heads=2, tp=4)
+    assert [layout.heads_of(r) for r in range(4)] == [range(1), range(1), range(1, 2), range(1, 2)]
+    pairs = {(u.source_rank, u.destination_rank) for u in plan(layout, layout).units}
+    assert pairs == {(r, r) for r in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"tp": 4}, "tp: 2 on the prefill node, 4 on the decode node; unequal tp is not supported"),
+        ({"page_size": 6}, "page_size: 3 on the prefill node, 6 on the decode node"),
+        ({"kv_heads": 8}, "kv_heads: 4"),
+        ({"layers": 3}, "layers: 2"),
+        ({"head_dim": 8}, "head_dim: 4"),
+        ({"itemsize": 4}, "itemsize: 2"),
+    ],
+)
+def test_layouts_that_cannot_be_mapped_name_the_field_and_both_values(change, text):
+    with pytest.raises(ValueError, match=text):
+        plan(BASE, dataclasses.replace(BASE, **change))
+
+
+def test_mla_is_refused_until_it_is_mapped():
+    mla = CacheLayout("mla", layers=2, kv_heads=1, head_dim=12, page_size=3, itemsize=2, tp=2)
+    assert mla.shard_bytes == 3 * 12 * 2
+    with pytest.raises(ValueError, match="mla"):
+        plan(mla, mla)
+    with pytest.raises(ValueError, match="kind: gqa on the prefill node, mla on"):
+        plan(BASE, mla)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"kind": "mha"}, "kind"),
+        ({"layers": 0}, "layers"),
+        ({"tp": 3}, "tp: 3"),
+        ({"tp": 0}, "tp: 0"),
+        ({"dp": 0}, "dp: 0"),
+        ({"kind": "mla"}, "kv_heads: 4"),
+    ],
+)
+def test_a_layout_that_cannot_exist_names_the_field(change, text):
+    with pytest.raises(ValueError, match=text):
+        dataclasses.replace(BASE, **change)
+
+
+def test_a_rank_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="rank: 2"):
+        BASE.heads_of(2)
+
+
+def test_devices_are_numbered_dp_major():
+    layout = dataclasses.replace(BASE, dp=3)
+    assert [layout.ordinal(d, r) for d in range(3) for r in range(2)] == list(range(6))
