@@ -51,8 +51,9 @@ class NodeHello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=
 
     `model` is the fingerprint of the weights' architecture and content, `dtype` of cache and
     weights, `num_pages` the pages of one dp rank, scratch included. `regions[ordinal][layer]` is
-    the cache shard of a device (`layout.ordinal(dp_rank, rank)`) and layer. `epoch` differs
-    after each start of the process (0..2**64-1).
+    the cache shard of a device (`layout.ordinal(dp_rank, rank)`) and layer; `contexts[dp_rank]`
+    the context buffers of that dp rank, on its tp rank 0. `epoch` differs after each start of the
+    process (0..2**64-1).
     """
 
     role: Literal["prefill", "decode"]
@@ -64,7 +65,7 @@ class NodeHello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=
     num_pages: Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
     max_model_len: Annotated[int, msgspec.Meta(ge=1)]
     regions: tuple[tuple[Region, ...], ...] = ()
-    context: ContextBuffers | None = None
+    contexts: tuple[ContextBuffers, ...] = ()
     protocol: int = PROTOCOL_VERSION
 
     def __post_init__(self) -> None:
@@ -88,12 +89,13 @@ class NodeHello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=
                         f"regions: device {ordinal} layer {layer} has {region.length} bytes, "
                         f"num_pages and the layout make {shard}"
                     )
-        if self.context is not None:
-            need = self.context.buffer_bytes * self.context.count
-            if self.context.region.length < need:
+        if self.contexts and len(self.contexts) != layout.dp:
+            raise ValueError(f"contexts: {len(self.contexts)}, the layout has dp={layout.dp}")
+        for buffers in self.contexts:
+            if buffers.region.length < buffers.buffer_bytes * buffers.count:
                 raise ValueError(
-                    f"context: a region of {self.context.region.length} bytes cannot hold "
-                    f"{self.context.count} buffers of {self.context.buffer_bytes}"
+                    f"contexts: a region of {buffers.region.length} bytes cannot hold "
+                    f"{buffers.count} buffers of {buffers.buffer_bytes}"
                 )
 
 
@@ -104,8 +106,8 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill", forbid_unknown_fields=
     `expected[i]` is the number of units that the decode node's process i will count.
     `tokens` is the whole prompt, packed uint32 (the last one, which the decoder runs itself, too);
     `pages` the destination pages of dp rank `dp_rank`, packed uint32, in the order of the tokens,
-    for tokens 0..L-2. `context` is the index of the context buffer lent to the request, `seed`
-    the seed of the transfer plan. The deadline travels as what is left of it.
+    for tokens 0..L-2. `context` is the index of the buffer lent to the request in the decode
+    node's `contexts[dp_rank]`, `seed` the transfer plan's. The deadline travels as what is left.
     """
 
     request: RequestId
@@ -163,10 +165,11 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill", forbid_unknown_fields=
         if self.dp_rank >= layout.dp:
             return f"dp_rank: {self.dp_rank}, the node announced dp={layout.dp}"
         if self.context is not None:
-            if hello.context is None:
+            if not hello.contexts:
                 return "context: a buffer is named, the node announced none"
-            if self.context >= hello.context.count:
-                return f"context: buffer {self.context}, the node announced {hello.context.count}"
+            count = hello.contexts[self.dp_rank].count
+            if self.context >= count:
+                return f"context: buffer {self.context}, the node announced {count}"
         return None
 
 
@@ -300,10 +303,8 @@ def compatibility(mine: NodeHello, theirs: NodeHello) -> list[str]:
         compare(name.replace("_", " "), getattr(mine.layout, name), getattr(theirs.layout, name))
     if mine.role == theirs.role:
         problems.append(f"role: {mine.node} and {theirs.node} are both {mine.role} nodes")
-    if (mine.context is None) != (theirs.context is None):
-        compare("context buffers", mine.context is not None, theirs.context is not None)
-    elif mine.context is not None and theirs.context is not None:
-        compare("context bytes", mine.context.buffer_bytes, theirs.context.buffer_bytes)
+    context_bytes = [{c.buffer_bytes for c in node.contexts} for node in (mine, theirs)]
+    compare("context bytes", *(sorted(sizes) or "no buffers" for sizes in context_bytes))
     try:  # only what the plan alone decides (tp, dp): the other fields are compared above
         other = dataclasses.replace(mine.layout, tp=theirs.layout.tp, dp=theirs.layout.dp)
         source, target = (mine.layout, other) if mine.role == "prefill" else (other, mine.layout)

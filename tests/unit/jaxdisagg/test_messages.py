@@ -45,7 +45,7 @@ def hello(role="decode", layout=LAYOUT, **changes) -> NodeHello:
         "num_pages": PAGES,
         "max_model_len": 512,
         "regions": ((shard,) * layout.layers,) * (layout.tp * layout.dp),
-        "context": ContextBuffers(Region(b"c", 4096 * 8), 4096, 8),
+        "contexts": (ContextBuffers(Region(b"c", 4096 * 8), 4096, 8),) * layout.dp,
     }
     return NodeHello(**{**fields, **changes})
 
@@ -234,7 +234,7 @@ def test_a_prefill_is_checked_against_the_hello(changes, text):
 
 
 def test_a_context_nobody_announced_is_a_problem():
-    assert "announced none" in (prefill().problem(hello(context=None)) or "")
+    assert "announced none" in (prefill().problem(hello(contexts=())) or "")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,11 @@ def test_a_context_nobody_announced_is_a_problem():
         ({"regions": ((Region(b"", 1),) * 3,)}, "1 devices, the layout has 4"),
         ({"regions": ((Region(b"", 1),) * 2,) * 4}, "2 layers of device 0"),
         ({"regions": ((Region(b"", 1),) * 3,) * 4}, "layer 0 has 1 bytes"),
-        ({"context": ContextBuffers(Region(b"", 10), 11, 1)}, "context"),
+        ({"contexts": (ContextBuffers(Region(b"", 10), 11, 1),) * 2}, "cannot hold"),
+        (
+            {"contexts": (ContextBuffers(Region(b"", 11), 11, 1),)},
+            "contexts: 1, the layout has dp=2",
+        ),
     ],
 )
 def test_a_hello_that_contradicts_itself_is_refused(changes, text):
@@ -280,7 +284,7 @@ def test_equal_nodes_are_compatible_and_dp_is_free():
         (replace(itemsize=2), "itemsize:", ("4", "2")),
         (replace(tp=4), "tp:", ("2", "4")),
         (hello(), "role:", ("decode",)),
-        (hello("prefill", context=None), "context buffers:", ("True", "False")),
+        (hello("prefill", contexts=()), "context bytes:", ("4096", "no buffers")),
     ],
 )
 def test_one_mismatch_is_one_line_with_the_field_and_both_values(theirs, begins, values):
