@@ -1,0 +1,50 @@
+"""Reading the fields that Hugging Face configs share, in their old and new spellings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "float16": "bfloat16"}
+
+
+def require(hf: Mapping[str, Any], name: str) -> Any:
+    """The value of a field that must be there; ValueError naming it otherwise."""
+    if hf.get(name) is None:
+        raise ValueError(f"{name}: missing")
+    return hf[name]
+
+
+def dtype_of(hf: Mapping[str, Any]) -> str:
+    """`dtype` or `torch_dtype`; float16 checkpoints run in bfloat16, none at all in float32."""
+    value = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    if value not in _DTYPES:
+        raise ValueError(f"dtype: {value!r} is not supported (supported: {', '.join(_DTYPES)})")
+    return _DTYPES[value]
+
+
+def token_ids(hf: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """A field that holds one token id, a list of them, or nothing."""
+    value = hf.get(name)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ValueError(f"{name}: expected token ids, got {value!r}")
+    return tuple(ids)
+
+
+def refuse(hf: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
+    """ValueError for the first field present whose value is not among those supported."""
+    for name, values in allowed.items():
+        if name in hf and hf[name] not in values:
+            shown = ", ".join(map(repr, values))
+            raise ValueError(f"{name}: {hf[name]!r} is not supported (supported: {shown})")
+
+
+def refuse_sliding_window(hf: Mapping[str, Any]) -> None:
+    """ValueError when some layer would attend to a window only."""
+    kinds = hf.get("layer_types") or []
+    other = sorted({str(kind) for kind in kinds} - {"full_attention"})
+    if other:
+        raise ValueError(f"layer_types: {', '.join(other)} is not supported (only full_attention)")
+    # A config that has use_sliding_window keeps an idle sliding_window; one without means it.
+    if hf.get("use_sliding_window", hf.get("sliding_window") is not None):
+        name = "use_sliding_window" if "use_sliding_window" in hf else "sliding_window"
+        raise ValueError(f"{name}: sliding-window attention is not supported")

@@ -1,0 +1,253 @@
+"""Qwen3 dense, and the Llama architecture, which is the same without the norms of q and k."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from models import hf_config
+from models.attention import GQAttention, call_hook, write_and_attend
+from models.interface import (
+    Caches,
+    CacheSpec,
+    Hook,
+    Mode,
+    ModelConfig,
+    Params,
+    ParamSpec,
+    StepBatch,
+    require_positive,
+)
+from models.layers import (
+    GatedMLP,
+    RMSNorm,
+    Table,
+    abstract_params,
+    embed,
+    gated_mlp,
+    project_to_vocabulary,
+    rms_norm,
+)
+from models.rope import RopeConfig, rope_from_hf, rope_tables, rotate
+from models.sharding import ShardingRules
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseConfig(ModelConfig):
+    """A dense decoder with grouped-query attention, rotary positions and a gated MLP."""
+
+    qk_norm: ClassVar[bool]
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    rms_eps: float
+    rope: RopeConfig
+    tied: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "num_heads", "num_kv_heads", "head_dim", "ffn_size")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: {self.head_dim} is odd; rotary positions need pairs")
+
+
+class Qwen3Config(DenseConfig):
+    """Qwen3 dense: a norm over each head of q and k, before the rotation."""
+
+    family = "qwen3"
+    qk_norm = True
+
+
+class LlamaConfig(DenseConfig):
+    """Llama and models of its architecture, such as SmolLM2."""
+
+    family = "llama"
+    qk_norm = False
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: DenseConfig, layer: int) -> None:
+        c, prefix = config, f"model.layers.{layer}"
+        self.attention_norm = RMSNorm(
+            f"{prefix}.input_layernorm.weight", c.hidden_size, "embed", c.dtype
+        )
+        self.attention = GQAttention(
+            f"{prefix}.self_attn",
+            c.hidden_size,
+            c.num_heads,
+            c.num_kv_heads,
+            c.head_dim,
+            c.dtype,
+            qk_norm=c.qk_norm,
+        )
+        self.mlp_norm = RMSNorm(
+            f"{prefix}.post_attention_layernorm.weight", c.hidden_size, "embed", c.dtype
+        )
+        self.mlp = GatedMLP(f"{prefix}.mlp", c.hidden_size, c.ffn_size, c.dtype)
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers, final norm and, unless it is tied to the embedding, the head."""
+
+    def __init__(self, config: DenseConfig) -> None:
+        c = config
+        self.embedding = Table("model.embed_tokens.weight", c.vocab_size, c.hidden_size, c.dtype)
+        self.layers = nnx.List([DecoderLayer(c, layer) for layer in range(c.num_layers)])
+        self.norm = RMSNorm("model.norm.weight", c.hidden_size, "embed", c.dtype)
+        if not c.tied:
+            self.head = Table("lm_head.weight", c.vocab_size, c.hidden_size, c.dtype)
+
+
+@functools.lru_cache(maxsize=16)
+def _abstract_params(config: DenseConfig) -> dict[str, ParamSpec]:
+    return abstract_params(lambda: Decoder(config))
+
+
+class DenseFamily:
+    """`interface.ModelFamily` for one of the two configs."""
+
+    def __init__(self, config_type: type[DenseConfig]) -> None:
+        self.name = config_type.family
+        self.config_type = config_type
+
+    def config_from_hf(self, hf: Mapping[str, Any]) -> DenseConfig:
+        """Read config.json; ValueError names what is missing or not supported."""
+        hf_config.refuse(
+            hf,
+            {
+                "hidden_act": ("silu",),
+                "attention_bias": (False, None),
+                "mlp_bias": (False, None),
+                "quantization_config": (None,),
+            },
+        )
+        hf_config.refuse_sliding_window(hf)
+        heads = hf_config.require(hf, "num_attention_heads")
+        hidden = hf_config.require(hf, "hidden_size")
+        head_dim = hf.get("head_dim")
+        if head_dim is None:
+            if not heads or hidden % heads:
+                raise ValueError(f"head_dim: missing, and {heads} heads do not divide hidden_size")
+            head_dim = hidden // heads
+        bos = hf_config.token_ids(hf, "bos_token_id")
+        return self.config_type(
+            vocab_size=hf_config.require(hf, "vocab_size"),
+            num_layers=hf_config.require(hf, "num_hidden_layers"),
+            hidden_size=hidden,
+            max_position=hf_config.require(hf, "max_position_embeddings"),
+            dtype=hf_config.dtype_of(hf),
+            eos_token_ids=hf_config.token_ids(hf, "eos_token_id"),
+            bos_token_id=bos[0] if bos else None,
+            num_heads=heads,
+            num_kv_heads=hf.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            ffn_size=hf_config.require(hf, "intermediate_size"),
+            rms_eps=hf.get("rms_norm_eps", 1e-6),
+            rope=rope_from_hf(hf),
+            tied=bool(hf.get("tie_word_embeddings", False)),
+        )
+
+    def abstract_params(self, config: DenseConfig) -> dict[str, ParamSpec]:
+        """Every parameter by path; see the nnx modules above."""
+        return dict(_abstract_params(config))
+
+    def cache_spec(self, config: DenseConfig) -> CacheSpec:
+        """One grouped-query array per layer."""
+        return CacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, config.dtype)
+
+    def check_mesh(self, config: DenseConfig, mesh: Mesh, rules: ShardingRules) -> None:
+        """Raise ValueError naming each field that the mesh does not divide."""
+        rules.check(
+            mesh,
+            {
+                "heads": ("num_attention_heads", config.num_heads),
+                "kv_heads": ("num_key_value_heads", config.num_kv_heads),
+                "ffn": ("intermediate_size", config.ffn_size),
+                "vocab": ("vocab_size", config.vocab_size),
+                "embed": ("hidden_size", config.hidden_size),
+            },
+        )
+
+    def forward(
+        self,
+        config: DenseConfig,
+        params: Params,
+        batch: StepBatch,
+        caches: Caches,
+        *,
+        mesh: Mesh,
+        rules: ShardingRules,
+        mode: Mode,
+        hook: Hook | None = None,
+        hook_operands: tuple[jax.Array, ...] = (),
+    ) -> tuple[jax.Array, Caches]:
+        """See `interface.ModelFamily.forward`."""
+        residual = rules.sharding(mesh, ("batch", None))
+        norm = functools.partial(rms_norm, eps=config.rms_eps)
+        rope = rope_tables(config.rope, config.head_dim, batch.positions)
+
+        def reduced(x: jax.Array) -> jax.Array:  # sums the shards' parts: one all-reduce
+            return jax.lax.with_sharding_constraint(x, residual)
+
+        x = reduced(embed(params["embedding.table"], batch.tokens))
+        new_caches = []
+        for layer, cache in enumerate(caches):
+            p = functools.partial(_layer_param, params, layer)
+            h = norm(x, p("attention_norm.scale"))
+            q = jnp.einsum("td,dnh->tnh", h, p("attention.q"))
+            k = jnp.einsum("td,dkh->tkh", h, p("attention.k"))
+            v = jnp.einsum("td,dkh->tkh", h, p("attention.v"))
+            if config.qk_norm:
+                q, k = norm(q, p("attention.q_norm")), norm(k, p("attention.k_norm"))
+            out, cache = write_and_attend(
+                rotate(q, rope),
+                rotate(k, rope),
+                v,
+                cache,
+                batch,
+                mesh=mesh,
+                rules=rules,
+                mode=mode,
+                scale=config.head_dim**-0.5,
+            )
+            x = x + reduced(jnp.einsum("tnh,nhd->td", out, p("attention.o")))
+            x = call_hook(hook, hook_operands, x, cache, layer, mesh=mesh, rules=rules)
+            h = norm(x, p("mlp_norm.scale"))
+            x = x + reduced(gated_mlp(h, p("mlp.gate"), p("mlp.up"), p("mlp.down")))
+            new_caches.append(cache)
+        return norm(x, params["norm.scale"]), tuple(new_caches)
+
+    def logits(
+        self,
+        config: DenseConfig,
+        params: Params,
+        hidden: jax.Array,
+        *,
+        mesh: Mesh,
+        rules: ShardingRules,
+    ) -> jax.Array:
+        """See `interface.ModelFamily.logits`."""
+        table = params["embedding.table" if config.tied else "head.table"]
+        sharding = rules.sharding(mesh, ("batch", "vocab"))
+        return jax.lax.with_sharding_constraint(project_to_vocabulary(hidden, table), sharding)
+
+
+def _layer_param(params: Params, layer: int, name: str) -> jax.Array:
+    return params[f"layers.{layer}.{name}"]
+
+
+QWEN3 = DenseFamily(Qwen3Config)
+LLAMA = DenseFamily(LlamaConfig)

@@ -1,0 +1,49 @@
+"""Which back end runs an operation: named, or chosen by the platform of the lowered program.
+
+Every op has one signature. Its `api.py` checks the shapes and hands its back ends to `dispatch`.
+"""
+
+from collections.abc import Callable, Mapping
+
+import jax
+from jax import lax
+
+# "auto" takes the platform's own kernel where there is one, and "xla" everywhere else.
+AUTO = "auto"
+Kernel = Callable[..., jax.Array]
+
+
+def dispatch(
+    backend: str,
+    backends: Mapping[str, Kernel],
+    operands: tuple[jax.Array, ...],
+    platforms: Mapping[str, str] | None = None,
+) -> jax.Array:
+    """Run `backends[backend]` on the operands.
+
+    `platforms` names, for "auto", the back end of each platform that has a better one than "xla"
+    (as `{"cuda": "mosaic_gpu"}`). Raises ValueError for a back end that the op does not have.
+    """
+    if backend == AUTO:
+        special = {p: backends[name] for p, name in (platforms or {}).items()}
+        if not special:
+            return backends["xla"](*operands)
+        return lax.platform_dependent(*operands, default=backends["xla"], **special)
+    if backend not in backends:
+        known = ", ".join((AUTO, *sorted(backends)))
+        raise ValueError(f"backend: {backend!r} is not one of {known}")
+    return backends[backend](*operands)
+
+
+def check_paged(q: jax.Array, cache: jax.Array, page_table: jax.Array) -> None:
+    """Raise ValueError unless q [., N, H], cache [P, K, 2, Z, H] and page_table [., W] fit."""
+    if q.ndim != 3 or cache.ndim != 5 or page_table.ndim != 2:
+        raise ValueError(
+            f"expected q [., N, H], cache [P, K, 2, Z, H], page_table [., W]; got "
+            f"{q.shape}, {cache.shape}, {page_table.shape}"
+        )
+    if cache.shape[2] != 2 or cache.shape[4] != q.shape[2] or q.shape[1] % cache.shape[1]:
+        raise ValueError(
+            f"q {q.shape} does not fit cache {cache.shape}: head dims must be equal, query heads a "
+            f"multiple of KV heads, and the cache's third axis must be K and V"
+        )
