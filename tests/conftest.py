@@ -1,13 +1,88 @@
-"""Before any test imports jax: eight CPU devices, and one compilation cache for all runs."""
+"""Eight CPU devices for jax, one compilation cache, and the fixtures shared by all tests."""
 
+import importlib.util
+import json
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
+import pytest
+import tokenizers
+from hypothesis import settings
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from jaxdisagg.tokenizer import Tokenizer
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# Read when jax is first imported, which no import below may do earlier.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 ).strip()
-_cache = Path(__file__).resolve().parents[1] / ".cache" / "jax"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_cache))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# A slow machine is no failure.
+settings.register_profile("project", deadline=None)
+settings.load_profile("project")
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_characters() -> list[str]:
+    """GPT-2's character for each byte, written independently of the product."""
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = iter(range(256, 512))
+    return [chr(b) if b in plain else chr(next(spare)) for b in range(256)]
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder without weights: byte-level BPE in which token b is the byte b.
+
+    Token 256 is "he", 257 "ll", 258 "hell"; 259 <|im_start|>, 260 <|im_end|> (which ends a
+    generation), 261 <|pad|>.
+    """
+    folder = tmp_path_factory.mktemp("tiny")
+    vocab = {c: b for b, c in enumerate(byte_characters())} | {"he": 256, "ll": 257, "hell": 258}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [("h", "e"), ("l", "l"), ("he", "ll")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
+    backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in special])
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tiny_folder: Path) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_folder)
+
+
+def load_script(name: str) -> ModuleType:
+    """Import scripts/NAME.py, which is in no package."""
+    module_name = f"scripts_{name}"
+    if module_name not in sys.modules:
+        path = REPOSITORY / "scripts" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[module_name]
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """The folder of SmolLM2-135M-Instruct in f32, fetched once and kept."""
+    return load_script("fetch_smollm2").fetch()

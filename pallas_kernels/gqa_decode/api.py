@@ -21,9 +21,9 @@ def gqa_decode(
 
     q [B, N, H]; cache [P, K, 2, Z, H] with N a multiple of K: query head n reads KV head
     n // (N/K); page_table [B, W] i32; lengths [B] i32, at most W*Z. Returns [B, N, H] in q's dtype;
-    a row of length 0 gives zeros. Softmax in f32. What lies in pages or offsets past a row's length, NaN
-    included, never reaches a result. Works on local shards inside a shard_map. Raises ValueError
-    for shapes that do not fit and for an unknown back end.
+    a row of length 0 gives zeros. Softmax in f32. What lies in pages or offsets past a row's
+    length, NaN included, never reaches a result. Works on local shards inside a shard_map. Raises
+    ValueError for shapes that do not fit and for an unknown back end.
     """
     check_paged(q, cache, page_table)
     if page_table.shape[0] != q.shape[0] or lengths.shape != q.shape[:1]:
