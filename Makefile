@@ -1,19 +1,56 @@
 SHELL := /bin/bash
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
+PYTHON ?=
+export VENV PYTHON
 
-.PHONY: setup demo serve test test-all check format native-test clean
+# A model folder (config.json, tokenizer.json, *.safetensors); demo and serve fetch the default.
+MODEL ?= models-data/SmolLM2-135M-Instruct
+# More options for the script or for pytest, as in: make test ARGS='-k page_pool -x'
+ARGS ?=
 
-setup:
+CXX_FILES = git ls-files '*.cc' '*.h' | xargs -r
+
+.DEFAULT_GOAL := help
+.PHONY: help setup model demo serve test test-all native-test check format clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@printf '\nVariables: MODEL=FOLDER ARGS="..." PYTHON=/path/to/python3.12 VENV=DIR\n'
+
+setup: ## Install what is missing: system packages, .venv, the native build (at once if unchanged)
 	@scripts/setup.sh
 
-check: setup
+model: setup
+	@if [ '$(MODEL)' = models-data/SmolLM2-135M-Instruct ]; then \
+	  $(BIN)/python scripts/fetch_smollm2.py >/dev/null; fi
+
+demo: model ## Serve SmolLM2 with prefill and decode apart, ask it a question, account for it
+	@$(BIN)/python scripts/demo.py --model '$(MODEL)' $(ARGS)
+
+serve: model ## The same deployment, until Ctrl-C (MODEL= another model folder)
+	@$(BIN)/python scripts/serve.py --model '$(MODEL)' $(ARGS)
+
+test: model ## All tests but the long matrices
+	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+test-all: model ## All tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+native-test: setup ## The C++ tests under the address sanitizer
+	@scripts/native_test.sh
+
+check: setup ## Lint, format, types, import rules; changes nothing
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/pyrefly check
+	@$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 	@$(BIN)/lint-imports
-	@git ls-files '*.cc' '*.h' | xargs -r $(BIN)/clang-format --dry-run --Werror
+	@$(CXX_FILES) $(BIN)/clang-format --dry-run --Werror
 
-format:
+format: setup ## Put every file into the form that check wants
 	@$(BIN)/ruff check --fix -q . ; $(BIN)/ruff format -q .
-	@git ls-files '*.cc' '*.h' | xargs -r $(BIN)/clang-format -i
+	@$(CXX_FILES) $(BIN)/clang-format -i
+
+clean: ## Remove the environment, builds and caches; fetched models stay
+	@rm -rf $(VENV) build dist .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
