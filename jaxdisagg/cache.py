@@ -1,0 +1,121 @@
+"""The paged cache of a node: one donated buffer per layer, its addresses and its shard bytes.
+
+XLA owns the buffers. Under donation their addresses stay the same; `check_addresses` proves it
+after each dispatch, since a registered address that moved means that writes go astray (R19).
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxdisagg.mesh import rank_devices
+from models.interface import CacheSpec
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One device's part of one buffer. `rank` is the mesh position, `ordinal` the device's own."""
+
+    rank: int
+    ordinal: int
+    layer: int
+    address: int
+    nbytes: int
+
+
+def _allocate(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> jax.Array:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+
+
+def _pointers(array: jax.Array) -> dict[int, tuple[int, int]]:
+    """Device id -> (address, bytes) of the device's shard."""
+    return {
+        shard.device.id: (shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
+        for shard in array.addressable_shards
+    }
+
+
+class PagedCache:
+    """Per-layer arrays of `dp * pages` pages, and beside them a buffer of context rows.
+
+    The context buffer [dp * context_rows, D] holds the hidden state of the last prefilled token of
+    each request; row 0 of each rank is scratch. It counts as layer `num_layers`.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        mesh: Mesh,
+        *,
+        pages: int,
+        page_size: int,
+        context_rows: int,
+        hidden_size: int,
+    ) -> None:
+        dp = mesh.shape["dp"]
+        self.spec = spec
+        self.mesh = mesh
+        self.pages = pages
+        self.page_size = page_size
+        self.context_rows = context_rows
+        sharding = NamedSharding(mesh, spec.partition)
+        shape = spec.shape(dp * pages, page_size)
+        self.layers = tuple(_allocate(shape, spec.dtype, sharding) for _ in range(spec.num_layers))
+        self.context = _allocate(
+            (dp * context_rows, hidden_size), spec.dtype, NamedSharding(mesh, PartitionSpec("dp"))
+        )
+        self._registered: list[dict[int, tuple[int, int]]] | None = None
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page on one device."""
+        return self.shards()[0].nbytes // self.pages
+
+    @property
+    def context_bytes(self) -> int:
+        """Bytes of one context row."""
+        return self.context.nbytes // self.context.shape[0]
+
+    def _buffers(self) -> tuple[jax.Array, ...]:
+        return (*self.layers, self.context)
+
+    def shards(self) -> list[Shard]:
+        """Every device's shard of every layer, the context buffer last; rank-major."""
+        pointers = [_pointers(array) for array in self._buffers()]
+        return [
+            Shard(rank, device.local_hardware_id, layer, *pointers[layer][device.id])
+            for rank, device in enumerate(rank_devices(self.mesh))
+            for layer in range(len(pointers))
+        ]
+
+    def freeze_addresses(self) -> None:
+        """Remember the present addresses as the registered ones."""
+        self._registered = [_pointers(array) for array in self._buffers()]
+
+    def check_addresses(self) -> str | None:
+        """None, or which buffer is no longer where it was registered."""
+        if self._registered is None:
+            return None
+        for layer, (array, registered) in enumerate(
+            zip(self._buffers(), self._registered, strict=True)
+        ):
+            if _pointers(array) != registered:
+                return (
+                    f"the cache buffer of layer {layer} moved: {registered} -> {_pointers(array)}"
+                )
+        return None
+
+    def read_pages(self, rank: int, layer: int, pages: np.ndarray) -> np.ndarray:
+        """A copy [n, K/kv, 2, Z, H] of pages (or context rows) of one device; for tests and tools.
+
+        Only while no step is in flight: it reads the live buffer without keeping a view of it.
+        """
+        array = self._buffers()[layer]
+        device = rank_devices(self.mesh)[rank]
+        for shard in array.addressable_shards:
+            if shard.device == device:
+                return np.array(shard.data[jnp.asarray(pages.astype(np.int32))])
+        raise ValueError(f"rank={rank} is not addressable from this process")

@@ -1,0 +1,217 @@
+"""What a node and a deployment are made of, as frozen dataclasses; from the command line or TOML.
+
+A value that cannot work is refused here, by field name, before any process is started.
+"""
+
+import tomllib
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+Role = Literal["prefill", "decode", "mixed"]
+DTYPES = ("float32", "bfloat16")
+
+
+def _at_least(low: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < low:
+            raise ValueError(f"{name}={value} must be at least {low}")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices of one node: dp replicas of tp ranks; `cpus` pins the process (empty: not pinned)."""
+
+    tp: int = 1
+    dp: int = 1
+    cpus: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _at_least(1, tp=self.tp, dp=self.dp)
+        _at_least(0, **{f"cpus[{i}]": cpu for i, cpu in enumerate(self.cpus)})
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that the node uses."""
+        return self.tp * self.dp
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged cache of one dp rank: `pages` of `page_size` tokens, page 0 being scratch."""
+
+    page_size: int = 16
+    pages: int = 513
+
+    def __post_init__(self) -> None:
+        _at_least(1, page_size=self.page_size)
+        _at_least(2, pages=self.pages)
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """Sizes that fix the compiled step programs.
+
+    `chunks` are the token buckets of a prefill step and `prefill_rows` the requests that may share
+    one; `decode_rows` are the batch buckets of a decode step. A one-row bucket is refused: a
+    one-row bf16 matrix product takes a slow path on CPU. All sizes are per dp rank.
+    """
+
+    chunks: tuple[int, ...] = (64, 256)
+    prefill_rows: int = 8
+    decode_rows: tuple[int, ...] = (2, 8)
+    max_model_len: int = 2048
+
+    def __post_init__(self) -> None:
+        if not self.chunks or not self.decode_rows:
+            raise ValueError("chunks and decode_rows must hold at least one bucket")
+        _at_least(2, chunks=min(self.chunks), decode_rows=min(self.decode_rows))
+        _at_least(2, max_model_len=self.max_model_len)
+        _at_least(1, prefill_rows=self.prefill_rows)
+        for name in ("chunks", "decode_rows"):
+            if list(getattr(self, name)) != sorted(set(getattr(self, name))):
+                raise ValueError(f"{name}={getattr(self, name)} must ascend without repetition")
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Every wait's deadline, in seconds."""
+
+    connect: float = 10.0
+    prefill: float = 120.0
+    cancel_resend: float = 0.5
+    cancel_fence: float = 10.0
+    drain: float = 10.0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if getattr(self, f.name) <= 0:
+                raise ValueError(f"{f.name}={getattr(self, f.name)} must be positive (seconds)")
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """One node process. `http_port` and `fabric_port` 0 take a free port."""
+
+    role: Role
+    model: Path
+    id: str = "node"
+    dtype: str = "float32"
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    host: str = "127.0.0.1"
+    http_port: int = 0
+    fabric_port: int = 0
+    provider: str = "auto"
+    router: str | None = None
+    max_waiting: int = 256
+    rules: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
+        if self.role not in ("prefill", "decode", "mixed"):
+            raise ValueError(f"role={self.role!r} must be prefill, decode or mixed")
+        _at_least(1, max_waiting=self.max_waiting)
+
+    @property
+    def table_width(self) -> int:
+        """Pages of the longest request: the one fixed width of page tables."""
+        return -(-self.batch.max_model_len // self.cache.page_size)
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """A deployment on this machine: a router and its nodes."""
+
+    nodes: tuple[NodeConfig, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+    def __post_init__(self) -> None:
+        roles = {node.role for node in self.nodes}
+        if not roles & {"decode", "mixed"}:
+            raise ValueError("nodes: at least one decode or mixed node is needed")
+        if "decode" in roles and "prefill" not in roles:
+            raise ValueError("nodes: decode nodes need at least one prefill node")
+
+
+def parse_cpus(text: str) -> tuple[int, ...]:
+    """CPU numbers from `0`, `0+2` or `0-3`."""
+    cpus: list[int] = []
+    for part in text.split("+"):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise ValueError(f"cpus={text!r}: expected numbers such as 0, 0+2 or 0-3")
+        cpus.extend(range(int(first), int(last or first) + 1))
+    return tuple(cpus)
+
+
+def parse_node(text: str, base: NodeConfig) -> NodeConfig:
+    """A node from `tp=2,dp=1,cpus=0-1,pages=512`; what is left out comes from `base`.
+
+    Raises ValueError naming an unknown key or a bad value.
+    """
+    mesh, cache, node = {}, {}, {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, eq, value = item.partition("=")
+        if key == "cpus" and eq:
+            mesh["cpus"] = parse_cpus(value)
+            continue
+        target = {
+            "tp": mesh, "dp": mesh, "pages": cache, "page_size": cache, "fabric_port": node,
+            "http_port": node,
+        }.get(key)  # fmt: skip
+        if target is None or not eq:
+            raise ValueError(
+                f"{item!r}: expected tp=, dp=, cpus=, pages=, page_size=, http_port=, fabric_port="
+            )
+        if not value.isdigit():
+            raise ValueError(f"{key}={value!r}: expected a whole number")
+        target[key] = int(value)
+    return replace(
+        base, mesh=replace(base.mesh, **mesh), cache=replace(base.cache, **cache), **node
+    )
+
+
+_TABLES = {"mesh": MeshConfig, "cache": CacheConfig, "batch": BatchConfig, "timeouts": Timeouts}
+
+
+def node_from_toml(table: dict[str, Any], base: NodeConfig) -> NodeConfig:
+    """A node from one `[[node]]` table of a TOML file. Raises ValueError naming unknown keys."""
+    values: dict[str, Any] = {}
+    known = {f.name for f in fields(NodeConfig)}
+    for key, value in table.items():
+        if key not in known:
+            raise ValueError(f"{key}: unknown; a node has {', '.join(sorted(known))}")
+        if key in _TABLES:
+            allowed = {f.name for f in fields(_TABLES[key])}
+            unknown = sorted(set(value) - allowed)
+            if unknown:
+                raise ValueError(f"{key}.{unknown[0]}: unknown; {key} has {', '.join(allowed)}")
+            inner = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
+            values[key] = replace(getattr(base, key), **inner)
+        else:
+            values[key] = Path(value) if key in ("model", "rules") else value
+    return replace(base, **values)
+
+
+def serve_from_toml(path: Path, base: NodeConfig) -> ServeConfig:
+    """A deployment from a TOML file with `port`, `host` and `[[node]]` tables."""
+    try:
+        document = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from error
+    nodes = document.pop("node", [])
+    unknown = sorted(set(document) - {"host", "port"})
+    if unknown:
+        raise ValueError(f"{path}: {unknown[0]}: unknown; expected host, port and [[node]] tables")
+    return ServeConfig(
+        nodes=tuple(
+            node_from_toml(table, replace(base, id=f"{table.get('role', base.role)}-{i}"))
+            for i, table in enumerate(nodes)
+        ),
+        **document,
+    )

@@ -1,0 +1,58 @@
+"""Device meshes: `tp=`, `dp=` as users say them, axes (dp, kv, rep) as the programs see them.
+
+Only this module knows how tp splits: tp = kv * rep, kv = min(tp, K) for K KV heads (1 for a
+latent cache). KV heads shard on 'kv' and are replicated over 'rep'; query heads, FFN and
+vocabulary shard on ('kv', 'rep').
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+AXES = ("dp", "kv", "rep")
+
+
+def split_tp(tp: int, kv_heads: int) -> tuple[int, int]:
+    """(kv, rep) of a tp degree. Raises ValueError if tp neither divides nor is a multiple."""
+    kv = min(tp, kv_heads)
+    if tp % kv or kv_heads % kv:
+        raise ValueError(
+            f"tp={tp} does not fit {kv_heads} KV heads: it must divide or be a multiple of them"
+        )
+    return kv, tp // kv
+
+
+def check_divides(tp: int, **sizes: int) -> None:
+    """Raise ValueError naming the first size that tp does not divide."""
+    for name, size in sizes.items():
+        if size % tp:
+            raise ValueError(f"tp={tp} does not divide {name}={size}")
+
+
+def make_mesh(
+    *, tp: int, dp: int, kv_heads: int, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """Mesh of dp * tp devices with axes (dp, kv, rep), every axis Auto.
+
+    Raises ValueError when there are fewer devices or tp does not fit the KV heads.
+    """
+    available = list(jax.local_devices() if devices is None else devices)
+    needed = tp * dp
+    if needed > len(available):
+        raise ValueError(f"tp={tp} dp={dp} needs {needed} devices, {len(available)} are there")
+    kv, rep = split_tp(tp, kv_heads)
+    grid = np.array(available[:needed], dtype=object).reshape(dp, kv, rep)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def mesh_sizes(mesh: Mesh) -> tuple[int, int]:
+    """(dp, tp) of a mesh made by `make_mesh`."""
+    dp, kv, rep = (mesh.shape[axis] for axis in AXES)
+    return dp, kv * rep
+
+
+def rank_devices(mesh: Mesh) -> list[jax.Device]:
+    """Devices in rank order: rank = dp_rank * tp + tp_rank."""
+    return list(mesh.devices.reshape(-1))

@@ -1,0 +1,234 @@
+"""Runs scheduled steps on the device: fills the host inputs, dispatches, reads results later.
+
+It owns the device state (parameters, cache, context buffer, seats) and threads it through the
+donating step programs. Dispatch is asynchronous: a result object is read one step late.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxdisagg.cache import PagedCache
+from jaxdisagg.compile_counter import CompileCounter
+from jaxdisagg.config import NodeConfig
+from jaxdisagg.scheduler import DecodeStep, PrefillStep
+from jaxdisagg.step import (
+    POSITION,
+    SEAT,
+    SEED,
+    TEMPERATURE,
+    TOKEN,
+    TOP_K,
+    TOP_P,
+    DecodeInputs,
+    DecodeOutputs,
+    PrefillInputs,
+    StepPrograms,
+    empty_decode,
+    empty_prefill,
+)
+from models.interface import Hook, ModelConfig, ModelFamily, Params
+from models.sharding import ShardingRules
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """A row's sampling parameters as the step takes them; `seed` is 32 bits."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """A dispatched decode step; `index[i]` is where the output of its i-th run is."""
+
+    step: DecodeStep
+    index: np.ndarray
+    outputs: DecodeOutputs
+
+    def tokens(self) -> np.ndarray:
+        """i32 [runs]; blocks until the step has run."""
+        return np.asarray(self.outputs.tokens)[self.index]
+
+    def logprobs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Logprob of each token f32 [runs], best ids i32 and logprobs f32 [runs, n]."""
+        out = self.outputs
+        return (
+            np.asarray(out.logprobs)[self.index],
+            np.asarray(out.top_ids)[self.index],
+            np.asarray(out.top_logprobs)[self.index],
+        )
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """A dispatched prefill step."""
+
+    step: PrefillStep
+    number: int
+    states: jax.Array
+
+    def wait(self) -> None:
+        """Block until the step has run."""
+        self.states.block_until_ready()
+
+
+class ModelRunner:
+    """One node's model on its mesh. Used by one thread."""
+
+    def __init__(
+        self,
+        node: NodeConfig,
+        family: ModelFamily,
+        config: ModelConfig,
+        params: Params,
+        mesh: Mesh,
+        rules: ShardingRules,
+        *,
+        trigger: Hook | None = None,
+    ) -> None:
+        batch = node.batch
+        self.node = node
+        self.mesh = mesh
+        self.dp = mesh.shape["dp"]
+        self.width = node.table_width
+        self.seats_per_rank = batch.decode_rows[-1]
+        self.params = params
+        self.cache = PagedCache(
+            family.cache_spec(config),
+            mesh,
+            pages=node.cache.pages,
+            page_size=node.cache.page_size,
+            context_rows=context_rows(node),
+            hidden_size=config.hidden_size,
+        )
+        self.programs = StepPrograms(
+            family, config, mesh, rules, page_size=node.cache.page_size, trigger=trigger
+        )
+        self.compiles = CompileCounter()
+        self._warm = 0
+        self._seats = jax.device_put(
+            jnp.zeros(self.dp * (self.seats_per_rank + 1), jnp.int32), self.programs.by_rank
+        )
+        self._step = 0
+
+    @property
+    def compiles_after_warm_up(self) -> int:
+        """Programs lowered since warm-up ended: 0, or a bug."""
+        return self.compiles.count - self._warm
+
+    def warm_up(self, advance: Callable[[str], None] = lambda _: None) -> None:
+        """Compile and run every program that the role needs, on padding alone."""
+        role, batch = self.node.role, self.node.batch
+        for tokens in batch.chunks if role != "decode" else ():
+            self._run_prefill(0, empty_prefill(self.dp, tokens, batch.prefill_rows, self.width))
+            advance(f"prefill {tokens} tokens")
+        for rows in batch.decode_rows if role != "prefill" else ():
+            inputs = empty_decode(self.dp, rows, self.width, self.seats_per_rank)
+            outputs = self._run_decode(inputs)
+            np.asarray(outputs.tokens)
+            advance(f"decode {rows} rows")
+        jax.block_until_ready((self.cache.layers, self.cache.context, self._seats))
+        self.cache.freeze_addresses()
+        self._warm = self.compiles.count
+
+    @property
+    def warm_up_steps(self) -> int:
+        """How often `warm_up` calls back."""
+        role, batch = self.node.role, self.node.batch
+        return (len(batch.chunks) if role != "decode" else 0) + (
+            len(batch.decode_rows) if role != "prefill" else 0
+        )
+
+    def next_step_number(self) -> int:
+        """The 64-bit number that the next prefill step will carry; its plan is filed under it."""
+        return self._step + 1
+
+    def prefill(self, step: PrefillStep, contexts: dict[str, int] | None = None) -> PrefillResult:
+        """Dispatch a prefill step. `contexts` maps a finished job's id to its context row."""
+        self._step += 1
+        rows_per_rank = self.node.batch.prefill_rows
+        inputs = empty_prefill(self.dp, step.bucket, rows_per_rank, self.width)
+        token = [0] * self.dp
+        row = [0] * self.dp
+        for chunk in step.chunks:
+            job, n = chunk.job, chunk.end - chunk.begin
+            r = job.rank
+            at = r * step.bucket + token[r]
+            line = r * rows_per_rank + row[r]
+            inputs.tokens[at : at + n, 0] = job.tokens[chunk.begin : chunk.end]
+            inputs.tokens[at : at + n, 1] = np.arange(chunk.begin, chunk.end)
+            inputs.tokens[at : at + n, 2] = row[r]
+            held = -(-chunk.end // self.node.cache.page_size)
+            inputs.page_table[line, :held] = job.pages[:held]
+            inputs.lengths[line] = chunk.end
+            token[r] += n
+            row[r] += 1
+            if chunk.last and contexts is not None:
+                inputs.last[line] = token[r] - 1, contexts[job.id]
+        return PrefillResult(step, self._step, self._run_prefill(self._step, inputs))
+
+    def decode(self, step: DecodeStep, sampling: Callable[[str], RowSampling]) -> DecodeResult:
+        """Dispatch a decode step; `sampling` gives a row's parameters by its id."""
+        inputs = empty_decode(self.dp, step.bucket, self.width, self.seats_per_rank)
+        count = [0] * self.dp
+        index = np.zeros(len(step.runs), np.int64)
+        for i, run in enumerate(step.runs):
+            row, how = run.row, sampling(run.row.id)
+            at = row.rank * step.bucket + count[row.rank]
+            count[row.rank] += 1
+            index[i] = at
+            inputs.ints[at, [SEAT, TOKEN, POSITION, TOP_K]] = (
+                row.seat,
+                run.token,
+                run.position,
+                how.top_k,
+            )
+            inputs.ints[at, SEED] = np.uint32(how.seed).astype(np.int32)
+            inputs.floats[at, [TEMPERATURE, TOP_P]] = how.temperature, how.top_p
+            held = run.position // self.node.cache.page_size + 1
+            inputs.page_table[at, :held] = row.pages[:held]
+        outputs = self._run_decode(inputs)
+        for array in (outputs.tokens, outputs.logprobs, outputs.top_ids, outputs.top_logprobs):
+            array.copy_to_host_async()
+        return DecodeResult(step, index, outputs)
+
+    def _place(self, inputs: Any) -> Any:
+        return jax.device_put(inputs, self.programs.by_rank)
+
+    def _run_prefill(self, number: int, inputs: PrefillInputs[np.ndarray]) -> jax.Array:
+        low = np.array(number & 0xFFFFFFFF, np.uint32).astype(np.int32)
+        self.cache.layers, self.cache.context, states = self.programs.prefill(
+            self.params,
+            self.cache.layers,
+            self.cache.context,
+            jax.device_put(low, self.programs.replicated),
+            self._place(inputs),
+        )
+        return states
+
+    def _run_decode(self, inputs: DecodeInputs[np.ndarray]) -> DecodeOutputs:
+        self.cache.layers, self._seats, outputs = self.programs.decode(
+            self.params, self.cache.layers, self._seats, self._place(inputs)
+        )
+        return outputs
+
+
+def context_rows(node: NodeConfig) -> int:
+    """Rows of the context buffer per dp rank: one for each request that may hold one, and scratch.
+
+    A prefill node holds one per request from its last chunk to its last acknowledgement, a decode
+    node one per request that awaits its prefill.
+    """
+    return 1 if node.role == "mixed" else node.max_waiting + 1

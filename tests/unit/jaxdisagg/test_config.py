@@ -1,0 +1,104 @@
+"""What the command line and TOML may say of nodes, and how a bad word is answered."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxdisagg.config import (
+    BatchConfig,
+    CacheConfig,
+    MeshConfig,
+    NodeConfig,
+    ServeConfig,
+    Timeouts,
+    parse_cpus,
+    parse_node,
+    serve_from_toml,
+)
+
+BASE = NodeConfig(role="decode", model=Path("m"))
+
+
+def test_a_node_from_the_command_line():
+    node = parse_node("tp=2,dp=3,cpus=0+4-6,pages=77,page_size=32,http_port=81", BASE)
+    assert node.mesh == MeshConfig(tp=2, dp=3, cpus=(0, 4, 5, 6))
+    assert node.cache == CacheConfig(page_size=32, pages=77)
+    assert (node.http_port, node.role) == (81, "decode")
+    assert parse_node("", BASE) == BASE
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp=0", "tp=0 must be at least 1"),
+        ("tp=two", "tp='two': expected a whole number"),
+        ("pp=2", "'pp=2': expected tp=, dp="),
+        ("tp", "'tp': expected tp=, dp="),
+        ("cpus=a", "cpus='a': expected numbers"),
+        ("cpus=1-x", "cpus='1-x': expected numbers"),
+        ("pages=1", "pages=1 must be at least 2"),
+    ],
+)
+def test_a_bad_word_is_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_node(text, BASE)
+
+
+def test_cpu_lists():
+    assert parse_cpus("3") == (3,)
+    assert parse_cpus("0-2+5") == (0, 1, 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BatchConfig(decode_rows=(1, 2)), "decode_rows=1 must be at least 2"),
+        (lambda: BatchConfig(chunks=(64, 16)), "must ascend"),
+        (lambda: BatchConfig(chunks=()), "at least one bucket"),
+        (lambda: Timeouts(prefill=0), "prefill=0 must be positive"),
+        (lambda: NodeConfig(role="decode", model=Path("m"), dtype="fp8"), "dtype='fp8' must be"),
+        (lambda: ServeConfig(nodes=(BASE,)), "decode nodes need at least one prefill node"),
+        (lambda: ServeConfig(nodes=()), "at least one decode or mixed node"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_construction(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_deployment_from_toml(tmp_path):
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        """
+port = 9000
+[[node]]
+role = "prefill"
+mesh = {tp = 2, cpus = [0]}
+[[node]]
+role = "decode"
+batch = {chunks = [8, 16]}
+timeouts = {prefill = 3.5}
+"""
+    )
+    serve = serve_from_toml(file, BASE)
+    assert serve.port == 9000
+    assert [n.id for n in serve.nodes] == ["prefill-0", "decode-1"]
+    assert serve.nodes[0].mesh == MeshConfig(tp=2, cpus=(0,))
+    assert serve.nodes[1].batch.chunks == (8, 16)
+    assert serve.nodes[1].timeouts.prefill == 3.5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port = ", "not valid TOML"),
+        ("ports = 1", "ports: unknown"),
+        ("[[node]]\nrole = 'mixed'\nspeed = 1", "speed: unknown; a node has"),
+        ("[[node]]\nrole = 'mixed'\nmesh = {pp = 2}", r"mesh\.pp: unknown"),
+    ],
+)
+def test_toml_that_says_something_else_is_named(tmp_path, text, message):
+    file = tmp_path / "serve.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        serve_from_toml(file, BASE)

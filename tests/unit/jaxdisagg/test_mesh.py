@@ -1,0 +1,37 @@
+"""tp= and dp= become (dp, kv, rep), or are refused by name."""
+
+import pytest
+
+from jaxdisagg.mesh import AXES, check_divides, make_mesh, mesh_sizes, rank_devices, split_tp
+
+
+@pytest.mark.parametrize(
+    ("tp", "heads", "split"), [(1, 8, (1, 1)), (4, 8, (4, 1)), (8, 2, (2, 4)), (4, 1, (1, 4))]
+)
+def test_tp_splits_over_heads_then_copies(tp, heads, split):
+    assert split_tp(tp, heads) == split
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(3, 4), (6, 4), (2, 3)])
+def test_tp_that_fits_no_heads_is_refused(tp, heads):
+    with pytest.raises(ValueError, match=f"tp={tp} does not fit {heads} KV heads"):
+        split_tp(tp, heads)
+
+
+def test_axes_sizes_and_ranks():
+    mesh = make_mesh(tp=4, dp=2, kv_heads=2)
+    assert mesh.axis_names == AXES
+    assert mesh.devices.shape == (2, 2, 2)
+    assert mesh_sizes(mesh) == (2, 4)
+    assert [d.id for d in rank_devices(mesh)] == list(range(8))
+
+
+def test_too_few_devices_are_counted():
+    with pytest.raises(ValueError, match="tp=8 dp=2 needs 16 devices, 8 are there"):
+        make_mesh(tp=8, dp=2, kv_heads=8)
+
+
+def test_sizes_that_tp_does_not_divide_are_named():
+    check_divides(2, heads=8, vocab_size=10)
+    with pytest.raises(ValueError, match="tp=4 does not divide vocab_size=10"):
+        check_divides(4, heads=8, vocab_size=10)
