@@ -6,11 +6,28 @@ from typing import Any
 _DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "float16": "bfloat16"}
 
 
-def require(hf: Mapping[str, Any], name: str) -> Any:
-    """The value of a field that must be there; ValueError naming it otherwise."""
-    if hf.get(name) is None:
+def integer(hf: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A field that is a positive integer; ValueError naming it when it is missing or is not."""
+    value = hf.get(name)
+    if value is None:
+        value = default
+    if value is None:
         raise ValueError(f"{name}: missing")
-    return hf[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"{name}: expected an integer > 0, got {value!r}")
+    return value
+
+
+def number(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A field that is a positive number; ValueError naming it when it is missing or is not."""
+    value = fields.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise ValueError(f"{name}: missing")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name}: expected a number > 0, got {value!r}")
+    return float(value)
 
 
 def dtype_of(hf: Mapping[str, Any]) -> str:

@@ -141,6 +141,10 @@ class ModelFamily(Protocol):
         """Every parameter by path, in the order of the layers."""
         ...
 
+    def ignores_tensor(self, config: Any, name: str) -> bool:
+        """Whether a checkpoint may hold this tensor although the model has no use for it."""
+        ...
+
     def cache_spec(self, config: Any) -> CacheSpec:
         """The cache that `forward` reads and writes."""
         ...

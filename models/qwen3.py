@@ -135,27 +135,24 @@ class DenseFamily:
             },
         )
         hf_config.refuse_sliding_window(hf)
-        heads = hf_config.require(hf, "num_attention_heads")
-        hidden = hf_config.require(hf, "hidden_size")
-        head_dim = hf.get("head_dim")
-        if head_dim is None:
-            if not heads or hidden % heads:
-                raise ValueError(f"head_dim: missing, and {heads} heads do not divide hidden_size")
-            head_dim = hidden // heads
+        heads = hf_config.integer(hf, "num_attention_heads")
+        hidden = hf_config.integer(hf, "hidden_size")
+        if hf.get("head_dim") is None and hidden % heads:
+            raise ValueError(f"head_dim: missing, and {heads} heads do not divide hidden_size")
         bos = hf_config.token_ids(hf, "bos_token_id")
         return self.config_type(
-            vocab_size=hf_config.require(hf, "vocab_size"),
-            num_layers=hf_config.require(hf, "num_hidden_layers"),
+            vocab_size=hf_config.integer(hf, "vocab_size"),
+            num_layers=hf_config.integer(hf, "num_hidden_layers"),
             hidden_size=hidden,
-            max_position=hf_config.require(hf, "max_position_embeddings"),
+            max_position=hf_config.integer(hf, "max_position_embeddings"),
             dtype=hf_config.dtype_of(hf),
             eos_token_ids=hf_config.token_ids(hf, "eos_token_id"),
             bos_token_id=bos[0] if bos else None,
             num_heads=heads,
-            num_kv_heads=hf.get("num_key_value_heads") or heads,
-            head_dim=head_dim,
-            ffn_size=hf_config.require(hf, "intermediate_size"),
-            rms_eps=hf.get("rms_norm_eps", 1e-6),
+            num_kv_heads=hf_config.integer(hf, "num_key_value_heads", default=heads),
+            head_dim=hf_config.integer(hf, "head_dim", default=hidden // heads),
+            ffn_size=hf_config.integer(hf, "intermediate_size"),
+            rms_eps=hf_config.number(hf, "rms_norm_eps", default=1e-6),
             rope=rope_from_hf(hf),
             tied=bool(hf.get("tie_word_embeddings", False)),
         )
@@ -163,6 +160,10 @@ class DenseFamily:
     def abstract_params(self, config: DenseConfig) -> dict[str, ParamSpec]:
         """Every parameter by path; see the nnx modules above."""
         return dict(_abstract_params(config))
+
+    def ignores_tensor(self, config: DenseConfig, name: str) -> bool:
+        """A tied head stored all the same, and the rotary tables of old checkpoints."""
+        return (config.tied and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
 
     def cache_spec(self, config: DenseConfig) -> CacheSpec:
         """One grouped-query array per layer."""

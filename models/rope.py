@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.hf_config import integer, number
+
 KINDS = ("default", "linear", "llama3")
 
 
@@ -33,7 +35,7 @@ class RopeConfig:
             raise ValueError("rope high_freq_factor: must exceed low_freq_factor")
 
 
-def rope_from_hf(hf: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
+def rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
     """Read either form: `rope_parameters`, or `rope_theta` with `rope_scaling`.
 
     Raises ValueError naming an unsupported type or a missing or malformed field.
@@ -47,27 +49,16 @@ def rope_from_hf(hf: Mapping[str, Any], default_theta: float = 10000.0) -> RopeC
     partial = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor: {partial!r} is not supported (only 1.0)")
-    theta = scaling.get("rope_theta", hf.get("rope_theta", default_theta))
-    fields: dict[str, Any] = {"theta": _number("rope_theta", theta)}
+    fields = {**hf, **{name: value for name, value in scaling.items() if value is not None}}
+    scaled: dict[str, Any] = {}
     if kind != "default":
-        fields["factor"] = _number("rope factor", scaling.get("factor"))
+        scaled["factor"] = number(fields, "factor")
     if kind == "llama3":
-        for name in ("low_freq_factor", "high_freq_factor"):
-            fields[name] = _number(f"rope {name}", scaling.get(name))
-        original = _number(
-            "rope original_max_position_embeddings",
-            scaling.get(
-                "original_max_position_embeddings", hf.get("original_max_position_embeddings")
-            ),
-        )
-        fields["original_max_position"] = int(original)
-    return RopeConfig(kind=kind, **fields)
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name}: expected a number, got {value!r}")
-    return float(value)
+        scaled["low_freq_factor"] = number(fields, "low_freq_factor")
+        scaled["high_freq_factor"] = number(fields, "high_freq_factor")
+        original = integer(fields, "original_max_position_embeddings")
+        scaled["original_max_position"] = original
+    return RopeConfig(theta=number(fields, "rope_theta", default=10000.0), kind=kind, **scaled)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
