@@ -140,8 +140,10 @@ def test_damaged_bytes_give_a_valid_message_or_a_message_error(message, data):
 
 
 def test_deep_nesting_is_a_message_error():
-    with pytest.raises(MessageError):
-        decode(bytes([PROTOCOL_VERSION]) + b"\x91" * 100_000)
+    before_the_tag = b"\x82\xa1a" + b"\x91" * 100_000 + b"\xc0\xa4type\xa6cancel"
+    for body in (b"\x91" * 100_000, before_the_tag):
+        with pytest.raises(MessageError):
+            decode(bytes([PROTOCOL_VERSION]) + body)
 
 
 @pytest.mark.parametrize(
@@ -221,6 +223,7 @@ def test_packing_is_little_endian_and_bounded():
         ({}, None),
         ({"tokens": pack(range(513))}, "max_model_len"),
         ({"tokens": pack(range(34))}, "pages: 2, a prompt of 34 tokens fills 3"),
+        ({"pages": pack([1, 2, 3])}, "pages: 3, a prompt of 33 tokens fills 2"),
         ({"pages": pack([1, PAGES])}, f"page {PAGES}, the node announced {PAGES}"),
         ({"pages": pack([4, 4])}, "twice"),
         ({"dp_rank": 2}, "dp=2"),

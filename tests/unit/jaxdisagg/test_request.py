@@ -114,3 +114,11 @@ def test_any_walk_stays_on_the_table(walk):
     assert all(b in DECODE_TRANSITIONS[a] for a, b in pairwise(visited))
     assert life.entered == {s: float(t) for t, s in enumerate(visited)}
     assert life.over == (life.state in (D.FINISHED, D.CANCELLED, D.FAILED))
+
+
+def test_entered_holds_the_last_time_of_a_state():
+    ticks = iter(range(100))
+    life = decode_life("r", clock=lambda: float(next(ticks)))
+    for state in (D.AWAITING_PREFILL, D.QUEUED, D.AWAITING_PREFILL):
+        life.advance(state)
+    assert life.entered == {D.QUEUED: 2.0, D.AWAITING_PREFILL: 3.0}
