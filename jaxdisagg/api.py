@@ -1,6 +1,6 @@
 """What the HTTP server asks of an engine: requests in, tokens out. Plain data, no jax."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -11,8 +11,9 @@ FinishReason = Literal["stop", "length"]
 class SamplingParams:
     """How the next token is drawn; the default is greedy.
 
-    `temperature` 0 is greedy. `top_k` 0 keeps every token. `seed` None draws one at random when
-    the request is admitted; equal seeds give equal tokens, whatever else is in the batch.
+    `temperature` 0 is greedy. `top_k` 0 keeps every token. `seed` is 0..2**32-1; None draws one at
+    random when the request is admitted. Equal seeds give equal tokens, whatever else is in the
+    batch.
     `logprobs` is the number of alternatives reported for each token (None: no logprobs at all).
     """
 
@@ -98,7 +99,7 @@ class Engine(Protocol):
         """The model and the limits; fixed once the node is ready."""
         ...
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenOutput]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput]:
         """Stream the tokens of a request.
 
         Raises RequestError at the first `anext` if the request cannot be admitted, later if it
@@ -107,7 +108,10 @@ class Engine(Protocol):
         ...
 
     def timing(self, request_id: str) -> RequestTiming | None:
-        """Where the time of a request went; known from its first token until it is forgotten."""
+        """Where the time of a request went, once it has its first token.
+
+        Kept for a while after the request has ended: the server asks for it then.
+        """
         ...
 
     def ready(self) -> tuple[bool, str]:
@@ -115,5 +119,5 @@ class Engine(Protocol):
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """The JSON document of /debug/state."""
+        """The JSON document of /debug/state; numbers in nested mappings become metrics."""
         ...

@@ -1,0 +1,105 @@
+"""Prometheus metrics of a node's HTTP server, in a registry of their own."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from jaxdisagg.api import RequestTiming
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+TTFT_TERMS = ("queue", "prefill", "exposed_transfer", "first_decode")
+
+
+class ServerMetrics:
+    """What the HTTP server counts; `state` gives the engine's numbers when they are read.
+
+    ttft is the time to the first token, split into terms that add up to term="total"; itl the
+    time between two tokens of one request, both in seconds.
+    """
+
+    def __init__(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "jaxdisagg_requests",
+            "HTTP generation requests by outcome: ok, rejected (4xx), failed, cancelled.",
+            ("endpoint", "outcome"),
+            registry=self.registry,
+        )
+        self.finished = Counter(
+            "jaxdisagg_answers",
+            "Finished answers by finish reason.",
+            ("reason",),
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter(
+            "jaxdisagg_prompt_tokens", "Tokens of started prompts.", registry=self.registry
+        )
+        self.generated_tokens = Counter(
+            "jaxdisagg_generated_tokens", "Generated tokens.", registry=self.registry
+        )
+        self.ttft = Histogram(
+            "jaxdisagg_ttft_seconds",
+            "Time to the first token by term; the terms add up to total.",
+            ("term",),
+            registry=self.registry,
+            buckets=SECONDS,
+        )
+        self.itl = Histogram(
+            "jaxdisagg_itl_seconds",
+            "Time between two tokens of one request.",
+            registry=self.registry,
+            buckets=SECONDS,
+        )
+        self.registry.register(_StateCollector(state))
+
+    def on_token(self, gap: float | None) -> None:
+        """Count a token, `gap` seconds after the one before it (None: the first)."""
+        self.generated_tokens.inc()
+        if gap is not None:
+            self.itl.observe(gap)
+
+    def on_timing(self, timing: RequestTiming | None) -> None:
+        """Record where the time to a first token went, where the engine knows."""
+        if timing is None:
+            return
+        self.ttft.labels("total").observe(timing.ttft)
+        for term in TTFT_TERMS:
+            self.ttft.labels(term).observe(getattr(timing, term))
+
+    def render(self) -> tuple[bytes, str]:
+        """The metrics in Prometheus' text format, and its content type."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+
+class _StateCollector(Collector):
+    """The numbers of /debug/state as one gauge with a label for each."""
+
+    def __init__(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        self._state = state
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        return [self._family()]
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        family = self._family()
+        for name, value in flatten(self._state()):
+            family.add_metric([name], value)
+        return [family]
+
+    def _family(self) -> GaugeMetricFamily:
+        text = "Numbers of the engine's /debug/state, named by their path in it."
+        return GaugeMetricFamily("jaxdisagg_engine_state", text, labels=["name"])
+
+
+def flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers in nested mappings, named by their path with dots; lists are left out."""
+    for key, value in document.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{name}.")
+        elif isinstance(value, int | float):
+            yield name, float(value)

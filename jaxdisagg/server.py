@@ -1,0 +1,97 @@
+"""The HTTP server of a decode or mixed node: the app over an engine, and running it."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator
+
+import uvicorn
+from fastapi import FastAPI
+
+from jaxdisagg.api import Engine
+from jaxdisagg.http.errors import install_handlers
+from jaxdisagg.http.routes import Frontend, make_routes
+from jaxdisagg.http.streaming import Attendant
+from jaxdisagg.metrics import ServerMetrics
+from jaxdisagg.tokenizer import Tokenizer
+
+DEFAULT_CHAT_TOKENS = 1024
+FORCED_STOP_S = 5
+
+
+def create_app(
+    engine: Engine, tokenizer: Tokenizer, *, default_max_tokens: int = DEFAULT_CHAT_TOKENS
+) -> FastAPI:
+    """The OpenAI-compatible app of an engine that runs in the same event loop.
+
+    `default_max_tokens` bounds the answers of chats that do not say how long they may be: pages
+    are leased for all of it.
+    """
+    app = FastAPI(title="jaxdisagg", docs_url=None, redoc_url=None, openapi_url=None)
+    metrics = ServerMetrics(engine.state)
+    app.state.attendant = Attendant()
+    front = Frontend(engine, tokenizer, metrics, app.state.attendant, default_max_tokens)
+    app.include_router(make_routes(front))
+    install_handlers(app)
+    return app
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; port 0 picks a free one. Raises ValueError naming what failed."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        reason = "it is in use" if error.errno == 98 else error.strerror or str(error)
+        raise ValueError(f"cannot listen on {host} port {port}: {reason}") from error
+
+
+class HttpServer:
+    """An app served from a task of the running event loop; signals are left to the caller.
+
+    The app must have an Attendant in `app.state.attendant`.
+    """
+
+    def __init__(self, app: FastAPI, listener: socket.socket) -> None:
+        self._listener = listener
+        self._attendant: Attendant = app.state.attendant
+        self._task: asyncio.Task[None] | None = None
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=FORCED_STOP_S,
+        )
+        self._server = _Server(config)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that the server listens on."""
+        host, port = self._listener.getsockname()[:2]
+        return host, port
+
+    async def start(self) -> None:
+        """Start to accept connections; returns once they are accepted."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        while not self._server.started:
+            if self._task.done():
+                await self._task
+                raise RuntimeError("the HTTP server ended while it started")
+            await asyncio.sleep(0.005)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Accept nothing new; what still runs after `grace_s` seconds ends with an error."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=grace_s)
+            self._attendant.stop()
+            await self._task
+        self._listener.close()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
