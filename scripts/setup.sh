@@ -131,10 +131,13 @@ main() {
         "tried with CXX=${CXX:-c++} and $python"
   fi
 
-  # an environment that another Python made, or that was moved, is made anew
-  if [ -x "$VENV/bin/python" ] && ! { is_312 "$VENV/bin/python" && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; }; then
+  # an environment whose Python is gone or too old is made anew
+  if [ -d "$VENV" ] && ! { is_312 "$VENV/bin/python" && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; }; then
+    [ -e "$VENV/pyvenv.cfg" ] ||
+      fail "$VENV exists and is no virtual environment; remove it or choose another: VENV=DIR"
     say "$VENV does not work any more: making it anew"
     rm -rf "$VENV"
+    then=
   fi
   if [ ! -x "$VENV/bin/python" ]; then
     say "making the virtual environment $VENV with $python"
