@@ -1,0 +1,399 @@
+"""The decode side of a request's life: admit, have it prefilled, decode it, stream its tokens.
+
+`DecodeNode` is the engine behind the HTTP server. Where a prompt is prefilled is its `Prefiller`'s
+business: a remote node (decode_messenger.py) or this one (mixed_node.py).
+"""
+
+import logging
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from jaxdisagg.active import ActiveRequest
+from jaxdisagg.api import (
+    EngineInfo,
+    GenerationRequest,
+    RequestError,
+    RequestTiming,
+    TokenOutput,
+)
+from jaxdisagg.config import NodeConfig
+from jaxdisagg.loop import StepLoop
+from jaxdisagg.page_pool import PagePool
+from jaxdisagg.request import DecodeState, decode_life
+from jaxdisagg.runner import DecodeResult, ModelRunner, RowSampling
+from jaxdisagg.sampler import MAX_LOGPROBS
+from jaxdisagg.scheduler import DecodeRow, DecodeScheduler
+from jaxdisagg.token_stream import TokenStream
+
+log = logging.getLogger(__name__)
+
+KEPT_TIMINGS = 1024
+
+
+class Prefiller(ABC):
+    """Fills the cache rows of all prompt tokens but the last. Called on the step loop alone."""
+
+    @abstractmethod
+    def unavailable(self) -> str | None:
+        """None, or why no prompt can be prefilled at present."""
+
+    @abstractmethod
+    def has_room(self, active: ActiveRequest) -> bool:
+        """Whether `begin` can take this request now; if not, it waits."""
+
+    @abstractmethod
+    def begin(self, active: ActiveRequest) -> None:
+        """Start prefilling into the request's leased pages; ends in `node.prefilled` or a fail."""
+
+    @abstractmethod
+    def cancel(self, active: ActiveRequest) -> None:
+        """Stop for a request that is CANCELLING; ends in `node.prefill_over`."""
+
+    @abstractmethod
+    def tick(self, now: float) -> bool:
+        """Do what is due. Returns whether there may be more to do at once."""
+
+    @abstractmethod
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do by itself."""
+
+    @abstractmethod
+    def close(self, reason: str) -> None:
+        """The node ends."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Its part of /debug/state."""
+
+
+class DecodeNode(StepLoop):
+    """Continuous batching over one runner. Public methods are for the server's event loop."""
+
+    def __init__(self, node: NodeConfig, runner: ModelRunner, info: EngineInfo) -> None:
+        super().__init__(f"{node.role}-loop")
+        self.node = node
+        self.runner = runner
+        self.prefiller: Prefiller | None = None
+        self.pools = [PagePool(node.cache.pages, node.cache.page_size) for _ in range(runner.dp)]
+        self._info = info
+        self._scheduler = DecodeScheduler(runner.dp, node.batch.decode_rows)
+        self._queue: deque[ActiveRequest] = deque()
+        self._active: dict[str, ActiveRequest] = {}
+        self._in_flight: DecodeResult | None = None
+        self._release_later: list[ActiveRequest] = []
+        self._timings: OrderedDict[str, ActiveRequest] = OrderedDict()
+        self._outcomes: Counter[str] = Counter()
+
+    # ---- for the server's event loop -------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        """The model and the limits."""
+        return self._info
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise RequestError(400) for a request that can never be served, naming the limit."""
+        total = len(request.prompt) + request.max_tokens
+        limit = self.node.batch.max_model_len
+        if total > limit:
+            raise RequestError(
+                400,
+                f"the prompt's {len(request.prompt)} tokens and max_tokens={request.max_tokens} "
+                f"exceed the {limit} tokens of a request",
+                code="context_length_exceeded",
+                param="max_tokens" if len(request.prompt) < limit else "prompt",
+            )
+        pages = -(-total // self.node.cache.page_size)
+        most = self.pools[0].counts().total
+        if pages > most:
+            raise RequestError(
+                400,
+                f"the request needs {pages} cache pages of {self.node.cache.page_size} tokens, "
+                f"the node has {most}",
+                code="context_length_exceeded",
+                param="max_tokens",
+            )
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenOutput]:
+        """Stream the tokens of a request; see `api.Engine`."""
+        self.check(request)
+        if self.failure is not None:
+            raise RequestError(503, f"the node has failed: {self.failure}", code="node_failed")
+        if len(self._active) >= self.node.max_waiting:
+            raise RequestError(
+                429,
+                f"{len(self._active)} requests are in this node, max_waiting is "
+                f"{self.node.max_waiting}",
+                code="overloaded",
+            )
+        seed = request.sampling.seed
+        sampling = RowSampling(
+            request.sampling.temperature,
+            min(request.sampling.top_k, self._info.vocab_size),
+            request.sampling.top_p,
+            secrets.randbits(32) if seed is None else seed & 0xFFFFFFFF,
+        )
+        stream = TokenStream()
+        active = ActiveRequest(
+            request, stream, decode_life(request.id), sampling, arrived=time.monotonic()
+        )
+        self.post(lambda: self._submit(active))
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            self.post(lambda: self._client_left(active))
+
+    def timing(self, request_id: str) -> RequestTiming | None:
+        """Where the time of a request went; None until it is all known, or when forgotten."""
+        active = self._timings.get(request_id)
+        return None if active is None else active.timing()
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether requests can be served now, and if not, what is missing."""
+        if self.failure is not None:
+            return False, f"the node has failed: {self.failure}"
+        missing = self.prefiller.unavailable() if self.prefiller else "not started"
+        return missing is None, missing or ""
+
+    def state(self) -> Mapping[str, Any]:
+        """The JSON document of /debug/state: a consistent enough copy for a person or a test."""
+        pages = Counter[str]()
+        for pool in self.pools:
+            pages.update(pool.counts()._asdict())
+        states = Counter(a.life.state.value for a in list(self._active.values()))
+        return {
+            "node": self.node.id,
+            "role": self.node.role,
+            "pages": dict(pages),
+            "requests": dict(states),
+            "outcomes": dict(self._outcomes),
+            "compiles_after_warm_up": self.runner.compiles_after_warm_up,
+            "failure": self.failure,
+            **(self.prefiller.state() if self.prefiller else {}),
+        }
+
+    def outstanding_tokens(self) -> int:
+        """Prompt and answer tokens not yet run, for the router."""
+        return sum(
+            a.cache_tokens - a.generated for a in list(self._active.values()) if not a.life.over
+        )
+
+    # ---- on the step loop ------------------------------------------------------------------
+
+    def _submit(self, active: ActiveRequest) -> None:
+        if active.id in self._active:
+            active.stream.fail(
+                RequestError(400, f"request id {active.id!r} is in use", param="request_id")
+            )
+            return
+        self._active[active.id] = active
+        self._queue.append(active)
+
+    def _client_left(self, active: ActiveRequest) -> None:
+        """The stream was closed: by its end, or by a client that left before."""
+        if self._active.get(active.id) is not active:
+            return
+        state = active.life.state
+        if state is DecodeState.QUEUED:
+            self._queue.remove(active)
+            self._end(active, DecodeState.CANCELLED)
+        elif state is DecodeState.AWAITING_PREFILL:
+            self._revoke(active)
+        elif state in (DecodeState.READY, DecodeState.DECODING):
+            self._end(active, DecodeState.CANCELLED)
+
+    def _revoke(self, active: ActiveRequest) -> None:
+        assert active.lease is not None
+        assert self.prefiller is not None
+        active.life.advance(DecodeState.CANCELLING)
+        self.pools[active.rank].revoke(active.lease)
+        self.prefiller.cancel(active)
+
+    def fail(self, active: ActiveRequest, error: RequestError) -> None:
+        """Report an error for a request; nothing may be able to write its pages any more."""
+        active.stream.fail(error)
+        if active.life.state is DecodeState.QUEUED and active in self._queue:
+            self._queue.remove(active)
+        self._end(active, DecodeState.FAILED)
+
+    def fail_and_cancel(self, active: ActiveRequest, error: RequestError) -> None:
+        """Report an error for a request whose prefill is under way, and stop that."""
+        active.stream.fail(error)
+        self._revoke(active)
+
+    def prefilled(self, active: ActiveRequest, now: float) -> None:
+        """Every row of the prompt but the last is in the cache: the request is READY."""
+        assert active.lease is not None
+        active.life.advance(DecodeState.READY)
+        active.ready_at = now
+        self.pools[active.rank].mark_ready(active.lease)
+        last = active.prompt_length - 1
+        active.row = DecodeRow(
+            active.id,
+            active.rank,
+            active.lease.pages,
+            token=active.request.prompt[last],
+            position=last,
+            limit=last + active.request.max_tokens - 1,
+        )
+        self._scheduler.add(active.row)
+        active.life.advance(DecodeState.DECODING)
+
+    def prefill_over(self, active: ActiveRequest, *, cancelled: bool) -> None:
+        """A CANCELLING request's pages cannot be written any more."""
+        self._end(active, DecodeState.CANCELLED if cancelled else DecodeState.FAILED)
+
+    def requeue(self, active: ActiveRequest, not_before: float) -> None:
+        """The prefill node was busy and wrote nothing: wait, then take new pages and a new slot."""
+        assert active.lease is not None
+        self.pools[active.rank].revoke(active.lease)
+        self.pools[active.rank].release(active.lease)
+        active.lease = None
+        active.not_before = not_before
+        active.life.advance(DecodeState.QUEUED)
+        self._queue.appendleft(active)
+
+    def _end(self, active: ActiveRequest, state: DecodeState) -> None:
+        """The last transition of a request; its pages go back, after the step in flight if any."""
+        decoding = active.row is not None
+        active.life.advance(state)
+        self._outcomes[state.value] += 1
+        del self._active[active.id]
+        self._timings[active.id] = active
+        while len(self._timings) > KEPT_TIMINGS:
+            self._timings.popitem(last=False)
+        if active.row is not None:
+            self._scheduler.remove(active.row)
+        if active.lease is None:
+            return
+        if decoding and self._in_flight is not None:
+            # The step in flight may still write a row into its last page, and a remote write to
+            # that page is not ordered after it.
+            self._release_later.append(active)
+        else:
+            self._release(active)
+
+    def _release(self, active: ActiveRequest) -> None:
+        assert active.lease is not None
+        pool = self.pools[active.rank]
+        if active.lease.exposed and active.lease.state.name == "LEASED":
+            pool.revoke(active.lease)
+        pool.release(active.lease)
+        active.lease = None
+
+    def _admit(self, now: float) -> None:
+        """Take requests from the queue, first come first served, while pages and peers allow."""
+        assert self.prefiller is not None
+        while self._queue:
+            active = self._queue[0]
+            if now < active.not_before:
+                return
+            alone = active.prompt_length == 1
+            if not alone:
+                missing = self.prefiller.unavailable()
+                if missing is not None:
+                    self.fail(active, RequestError(503, missing, code="no_prefill_node"))
+                    continue
+                if not self.prefiller.has_room(active):
+                    return
+            pages = -(-active.cache_tokens // self.node.cache.page_size)
+            rank = max(range(self.runner.dp), key=lambda r: self.pools[r].counts().free)
+            lease = self.pools[rank].lease(pages)
+            if lease is None:
+                return
+            self._queue.popleft()
+            active.rank, active.lease = rank, lease
+            if alone:
+                self.prefilled(active, now)
+            else:
+                active.life.advance(DecodeState.AWAITING_PREFILL)
+                self.prefiller.begin(active)
+
+    def tick(self, now: float) -> bool:
+        """Admit, prefill (mixed), dispatch one decode step, and read the one before it."""
+        assert self.prefiller is not None
+        self._admit(now)
+        busy = self.prefiller.tick(now)
+        step = self._scheduler.next_step()
+        previous = self._in_flight
+        self._in_flight = None
+        if step is not None:
+            self._in_flight = self.runner.decode(step, lambda id: self._active[id].sampling)
+            moved = self.runner.cache.check_addresses()
+            if moved is not None:
+                raise RuntimeError(moved)
+        if previous is not None:
+            self._finish(previous)
+        if self._in_flight is None and self._release_later:
+            self._release_all()
+        return busy or self._in_flight is not None
+
+    def _release_all(self) -> None:
+        for active in self._release_later:
+            self._release(active)
+        self._release_later.clear()
+
+    def _finish(self, result: DecodeResult) -> None:
+        """Read a step's tokens and hand them out; rows that ended meanwhile are discarded."""
+        tokens = result.tokens().tolist()
+        # What ended before this step was dispatched is released now that it has run.
+        ended, self._release_later = self._release_later, []
+        wanted = any(
+            a is not None and a.request.sampling.logprobs is not None
+            for a in (self._active.get(run.row.id) for run in result.step.runs)
+        )
+        scores = result.logprobs() if wanted else None
+        now = time.monotonic()
+        for i, (run, token) in enumerate(zip(result.step.runs, tokens, strict=True)):
+            active = self._active.get(run.row.id)
+            if active is None or active.row is not run.row:
+                continue
+            if active.first_token_at is None:
+                active.first_token_at = now
+                self._timings[active.id] = active
+            self._take(active, i, token, scores)
+        for active in ended:
+            self._release(active)
+
+    def _take(
+        self, active: ActiveRequest, i: int, token: int, scores: tuple[Any, Any, Any] | None
+    ) -> None:
+        request = active.request
+        if token in request.stop_token_ids:
+            self._end(active, DecodeState.FINISHED)
+            active.stream.deliver(TokenOutput(None, finish_reason="stop"))
+            return
+        active.generated += 1
+        done = active.generated >= request.max_tokens
+        output = TokenOutput(token, finish_reason="length" if done else None)
+        if request.sampling.logprobs is not None and scores is not None:
+            chosen, ids, logprobs = scores
+            n = min(request.sampling.logprobs, MAX_LOGPROBS)
+            output = TokenOutput(
+                token,
+                float(chosen[i]),
+                tuple(zip(ids[i, :n].tolist(), logprobs[i, :n].tolist(), strict=True)),
+                output.finish_reason,
+            )
+        if done:
+            self._end(active, DecodeState.FINISHED)
+        active.stream.deliver(output)
+
+    def next_deadline(self) -> float | None:
+        """When something is due without a call: the prefiller's next time, or a retry."""
+        times = [self.prefiller.next_deadline() if self.prefiller else None]
+        times += [self._queue[0].not_before] if self._queue else []
+        return min((t for t in times if t is not None), default=None)
+
+    def on_failure(self, reason: str) -> None:
+        """A step failed: its donated cache is gone. Stop all writers, fail every request."""
+        if self.prefiller is not None:
+            self.prefiller.close(reason)
+        error = RequestError(503, f"the node has failed: {reason}", code="node_failed")
+        for active in list(self._active.values()):
+            active.stream.fail(error)

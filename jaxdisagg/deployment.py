@@ -1,0 +1,226 @@
+"""A deployment on this machine: a router in this process and every node in one of its own."""
+
+import asyncio
+import json
+import logging
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+
+from jaxdisagg.config import NodeConfig, ServeConfig
+from jaxdisagg.node_process import encode_config
+from jaxdisagg.router import create_router_app
+from jaxdisagg.server import HttpServer, bind
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = 600.0
+STOP_SECONDS = 10.0
+
+
+class DeploymentError(Exception):
+    """A deployment that did not come up; the text is for a person and names the node."""
+
+
+@dataclass
+class NodeProcess:
+    """One node's process and the last that it said."""
+
+    config: NodeConfig
+    process: subprocess.Popen[str]
+    progress: str = "starting"
+    done: int = 0
+    total: int = 1
+    ready: dict[str, Any] | None = None
+    error: str | None = None
+
+    @property
+    def url(self) -> str:
+        """Its HTTP address; only once it is ready."""
+        assert self.ready is not None
+        return self.ready["url"]
+
+
+@dataclass
+class Deployment:
+    """Start with `start`, end with `stop`, or use it as a context manager.
+
+    `progress` is called with every node's process whenever one of them said something.
+    """
+
+    config: ServeConfig
+    progress: Callable[[list[NodeProcess]], None] = lambda nodes: None
+    nodes: list[NodeProcess] = field(default_factory=list)
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        self._said: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._router = _RouterThread()
+
+    def __enter__(self) -> "Deployment":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start everything; returns once every decode node can serve.
+
+        Raises DeploymentError, with everything stopped again, if a node says what is wrong, ends,
+        or is not ready in time. Raises ValueError if the router's port cannot be had.
+        """
+        self.url = self._router.start(self.config.host, self.config.port)
+        try:
+            for node in self.config.nodes:
+                self.nodes.append(self._spawn(replace(node, router=self.url)))
+            self._wait_ready(time.monotonic() + START_SECONDS)
+            self._wait_connected(time.monotonic() + 30.0)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _spawn(self, node: NodeConfig) -> NodeProcess:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jaxdisagg.node_process", encode_config(node)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        spawned = NodeProcess(node, process)
+        threading.Thread(target=self._listen, args=(spawned,), daemon=True).start()
+        return spawned
+
+    def _listen(self, node: NodeProcess) -> None:
+        assert node.process.stdout is not None
+        with node.process.stdout as lines:
+            for line in lines:
+                try:
+                    said = json.loads(line)
+                except ValueError:
+                    log.info("%s: %s", node.config.id, line.rstrip())
+                    continue
+                node.progress = said.get("progress", node.progress)
+                node.done = said.get("done", node.done)
+                node.total = said.get("total", node.total)
+                node.error = said.get("error", node.error)
+                node.ready = said.get("ready", node.ready)
+                self._said.put(None)
+        node.process.wait()
+        self._said.put(None)
+
+    def _wait_ready(self, deadline: float) -> None:
+        while not all(node.ready for node in self.nodes):
+            try:
+                self._said.get(timeout=max(deadline - time.monotonic(), 0.01))
+            except queue.Empty:
+                waiting = ", ".join(
+                    f"{n.config.id} ({n.progress})" for n in self.nodes if not n.ready
+                )
+                raise DeploymentError(f"not ready after {START_SECONDS:.0f} s: {waiting}") from None
+            self.progress(self.nodes)
+            for node in self.nodes:
+                if node.error is not None:
+                    raise DeploymentError(f"{node.config.id}: {node.error}")
+                if node.process.poll() is not None:
+                    raise DeploymentError(
+                        f"{node.config.id} ended with code {node.process.returncode} while "
+                        f"{node.progress}"
+                    )
+
+    def _wait_connected(self, deadline: float) -> None:
+        """Wait until each decode node is connected to a prefill node."""
+        for node in self.nodes:
+            while node.config.role != "prefill":
+                answer = httpx.get(f"{node.url}/health", timeout=5.0)
+                if answer.status_code == 200:
+                    break
+                if time.monotonic() > deadline:
+                    raise DeploymentError(f"{node.config.id}: {answer.text}")
+                time.sleep(0.05)
+
+    def ended(self) -> list[NodeProcess]:
+        """The nodes whose process has ended by itself."""
+        return [node for node in self.nodes if node.process.poll() is not None]
+
+    def node(self, node_id: str) -> NodeProcess:
+        """A node by its id; KeyError if there is none."""
+        for node in self.nodes:
+            if node.config.id == node_id:
+                return node
+        raise KeyError(node_id)
+
+    def restart(self, node_id: str) -> NodeProcess:
+        """Start a node that has ended anew, on the ports that it had; returns once it is ready."""
+        old = self.node(node_id)
+        old.process.wait(timeout=STOP_SECONDS)
+        config = old.config
+        if old.ready is not None:
+            http_port = int(old.ready["url"].rsplit(":", 1)[1])
+            fabric = old.ready["fabric"]
+            config = replace(
+                config,
+                http_port=http_port,
+                fabric_port=int(fabric.rsplit(":", 1)[1]) if fabric else 0,
+            )
+        self.nodes[self.nodes.index(old)] = self._spawn(config)
+        self._wait_ready(time.monotonic() + START_SECONDS)
+        return self.node(node_id)
+
+    def stop(self) -> None:
+        """End every node, by force if one does not end in time, and the router."""
+        for node in self.nodes:
+            if node.process.poll() is None:
+                node.process.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        for node in self.nodes:
+            try:
+                node.process.wait(timeout=max(deadline - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                log.warning("%s did not end by itself", node.config.id)
+                node.process.kill()
+                node.process.wait()
+        self._router.stop()
+
+
+class _RouterThread:
+    """The router, in an event loop on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
+        self._server: HttpServer | None = None
+
+    def start(self, host: str, port: int) -> str:
+        """Serve; returns the URL. Raises ValueError if the port cannot be had."""
+        listener = bind(host, port)
+        self._thread.start()
+        self._server = self._run(self._serve(listener))
+        host, port = self._server.address
+        return f"http://{host}:{port}"
+
+    async def _serve(self, listener: Any) -> HttpServer:
+        server = HttpServer(create_router_app(), listener)
+        await server.start()
+        return server
+
+    def _run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(STOP_SECONDS)
+
+    def stop(self) -> None:
+        """Stop serving and end the thread; without effect the second time."""
+        if self._server is not None:
+            self._run(self._server.stop())
+            self._server = None
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(STOP_SECONDS)
+        if not self._loop.is_running() and not self._loop.is_closed():
+            self._loop.close()

@@ -1,0 +1,81 @@
+"""The one thread of a node that changes its state: it runs posted calls, then steps, then waits.
+
+Everything that comes from elsewhere (HTTP, fabric events, membership) is posted as a call, so the
+schedulers, the page pools and the requests need no locks.
+"""
+
+import logging
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+MAX_WAIT = 1.0
+
+
+class StepLoop(ABC):
+    """Runs `tick` for as long as it has work, and sleeps until a call or a deadline otherwise."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.failure: str | None = None
+
+    @abstractmethod
+    def tick(self, now: float) -> bool:
+        """Dispatch and finish at most one step. Returns whether there may be more to do at once."""
+
+    @abstractmethod
+    def next_deadline(self) -> float | None:
+        """The next time (of `time.monotonic`) at which `tick` has something to do by itself."""
+
+    @abstractmethod
+    def on_failure(self, reason: str) -> None:
+        """The loop ended by an exception: fail what is open. Runs on the loop's thread."""
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Run `call` on the loop's thread, soon and in order."""
+        self._calls.put(call)
+
+    def stop(self, timeout: float) -> bool:
+        """End the thread after its present tick. Returns whether it ended in time."""
+        self._stopping.set()
+        self.post(lambda: None)
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _drain(self, wait: float) -> None:
+        try:
+            call = self._calls.get(timeout=wait) if wait > 0 else self._calls.get_nowait()
+            while True:
+                call()
+                call = self._calls.get_nowait()
+        except queue.Empty:
+            return
+
+    def _wait_time(self) -> float:
+        deadline = self.next_deadline()
+        if deadline is None:
+            return MAX_WAIT
+        return min(max(deadline - time.monotonic(), 0.001), MAX_WAIT)
+
+    def _run(self) -> None:
+        busy = False
+        try:
+            while not self._stopping.is_set():
+                self._drain(0.0 if busy else self._wait_time())
+                busy = self.tick(time.monotonic())
+        except Exception as error:
+            # Whatever went wrong, the device state is unknown: fail what is open, say why, end.
+            log.exception("the step loop failed")
+            self.failure = f"{type(error).__name__}: {error}"
+            self.on_failure(self.failure)

@@ -1,0 +1,45 @@
+"""What must happen in a node's process before jax is imported, and nothing that needs jax."""
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+from jaxdisagg.config import NodeConfig
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when the one that started it ends: no orphans."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() == 1:
+        raise SystemExit("the process that started this node has ended")
+
+
+def pin(node: NodeConfig) -> None:
+    """Keep this process, and every thread that it will start, on the node's CPUs.
+
+    Raises ValueError naming a CPU that this machine or its container does not allow.
+    """
+    if not node.mesh.cpus:
+        return
+    allowed = os.sched_getaffinity(0)
+    missing = sorted(set(node.mesh.cpus) - allowed)
+    if missing:
+        raise ValueError(f"cpus={missing[0]} is not among the allowed ones {sorted(allowed)}")
+    os.sched_setaffinity(0, node.mesh.cpus)
+
+
+def set_environment(node: NodeConfig, cache: Path) -> None:
+    """Enough host devices for the mesh, and a compilation cache that all nodes share.
+
+    Without an accelerator jax offers one CPU device; the flag has no effect on other platforms.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        count = f"--xla_force_host_platform_device_count={node.mesh.devices}"
+        os.environ["XLA_FLAGS"] = f"{flags} {count}".strip()
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

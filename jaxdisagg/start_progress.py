@@ -1,0 +1,56 @@
+"""Starting a deployment from a terminal: a bar per node, and a message instead of a traceback."""
+
+from typing import Self
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from jaxdisagg.config import ServeConfig
+from jaxdisagg.deployment import Deployment, DeploymentError, NodeProcess
+
+
+class StartProgress:
+    """Shows how far each node is; called with all nodes when one of them said something."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[what]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, nodes: list[NodeProcess]) -> None:
+        """Move the bars."""
+        for node in nodes:
+            name = node.config.id
+            if name not in self._tasks:
+                self._tasks[name] = self._progress.add_task(name, what="")
+            self._progress.update(
+                self._tasks[name],
+                total=node.total,
+                completed=node.total if node.ready else node.done,
+                what="ready" if node.ready else node.progress,
+            )
+
+
+def start_or_exit(config: ServeConfig, console: Console) -> Deployment:
+    """Start a deployment with a progress bar; a failure ends the script with its message."""
+    with StartProgress(console) as progress:
+        deployment = Deployment(config, progress)
+        try:
+            deployment.start()
+        except (DeploymentError, ValueError) as error:
+            console.print(f"[red]error:[/red] {error}", highlight=False)
+            raise typer.Exit(2) from None
+    return deployment

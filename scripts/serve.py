@@ -1,0 +1,128 @@
+"""Serve a model with prefill and decode apart (or `--mixed`), until Ctrl-C."""
+
+import logging
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from jaxdisagg.config import BatchConfig, NodeConfig, ServeConfig, parse_node, serve_from_toml
+from jaxdisagg.deployment import Deployment
+from jaxdisagg.start_progress import start_or_exit
+
+console = Console(stderr=True)
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{option}={text!r}: expected numbers such as 64,256") from None
+
+
+def default_cpus(nodes: int) -> list[str]:
+    """A share of the allowed CPUs for each node, or none when there are fewer CPUs than nodes."""
+    allowed = sorted(os.sched_getaffinity(0))
+    share = len(allowed) // nodes
+    if not share:
+        return [""] * nodes
+    return [
+        "cpus=" + "+".join(map(str, allowed[i * share : (i + 1) * share])) for i in range(nodes)
+    ]
+
+
+def make_config(
+    base: NodeConfig, prefill: list[str], decode: list[str], mixed: list[str], host: str, port: int
+) -> ServeConfig:
+    """The deployment that the options describe. Raises ValueError naming what is wrong."""
+    if not (prefill or decode or mixed):
+        prefill, decode = default_cpus(2)[:1], default_cpus(2)[1:]
+    nodes = [
+        parse_node(text, replace(base, role=role, id=f"{role}-{i}"))
+        for role, texts in (("prefill", prefill), ("decode", decode), ("mixed", mixed))
+        for i, text in enumerate(texts)
+    ]
+    return ServeConfig(nodes=tuple(nodes), host=host, port=port)
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="model folder in Hugging Face form")],
+    prefill: Annotated[list[str], typer.Option(help="a prefill node: tp=1,cpus=0")] = [],  # noqa: B006
+    decode: Annotated[list[str], typer.Option(help="a decode node: tp=1,cpus=1")] = [],  # noqa: B006
+    mixed: Annotated[list[str], typer.Option(help="a node that does both: tp=1")] = [],  # noqa: B006
+    config: Annotated[Path | None, typer.Option(help="TOML file with [[node]] tables")] = None,
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: a free one")] = 8000,
+    dtype: str = "float32",
+    page_size: int = 16,
+    pages: Annotated[int, typer.Option(help="cache pages of each dp rank")] = 513,
+    max_model_len: int = 2048,
+    chunks: Annotated[str, typer.Option(help="token buckets of a prefill step")] = "64,256",
+    batch: Annotated[str, typer.Option(help="row buckets of a decode step")] = "2,8",
+    provider: Annotated[str, typer.Option(help="libfabric provider")] = "auto",
+    rules: Annotated[Path | None, typer.Option(help="sharding rules, TOML")] = None,
+    log_level: str = "WARNING",
+) -> None:
+    """Serve a model over the OpenAI API; without node options, one prefill and one decode node."""
+    os.environ["JAXDISAGG_LOG"] = log_level
+    logging.basicConfig(level=log_level)
+    try:
+        base = NodeConfig(
+            role="mixed",
+            model=model,
+            dtype=dtype,
+            batch=BatchConfig(
+                chunks=_numbers(chunks, "chunks"),
+                decode_rows=_numbers(batch, "batch"),
+                max_model_len=max_model_len,
+            ),
+            host=host,
+            provider=provider,
+            rules=rules,
+        )
+        base = replace(base, cache=replace(base.cache, page_size=page_size, pages=pages))
+        serve = (
+            serve_from_toml(config, base)
+            if config is not None
+            else make_config(base, prefill, decode, mixed, host, port)
+        )
+    except (ValueError, OSError) as error:
+        console.print(f"[red]error:[/red] {error}", highlight=False)
+        raise typer.Exit(2) from None
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    try:
+        deployment = start_or_exit(serve, console)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    _serve(deployment)
+
+
+def _serve(deployment: Deployment) -> None:
+    console.print(f"serving at [bold]{deployment.url}/v1[/bold]; Ctrl-C ends it", highlight=False)
+    reported: set[str] = set()
+    try:
+        while True:
+            time.sleep(0.5)
+            for node in deployment.ended():
+                if node.config.id not in reported:
+                    reported.add(node.config.id)
+                    console.print(
+                        f"[red]{node.config.id} ended with code {node.process.returncode}[/red]"
+                    )
+            serving = [n for n in deployment.nodes if n.config.role != "prefill"]
+            if all(n.config.id in reported for n in serving):
+                console.print("[red]no node is left that can answer[/red]")
+                raise typer.Exit(1)
+    except KeyboardInterrupt:
+        console.print("stopping")
+    finally:
+        deployment.stop()
+
+
+if __name__ == "__main__":
+    typer.run(main)
