@@ -1,9 +1,12 @@
 """Eight CPU devices for jax, one compilation cache, and the fixtures shared by all tests."""
 
+import functools
+import importlib
 import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -24,6 +27,9 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# Helpers that several test folders share are plain modules there.
+sys.path.insert(0, str(REPOSITORY / "tests" / "support"))
 
 # A slow machine is no failure.
 settings.register_profile("project", deadline=None)
@@ -86,3 +92,19 @@ def load_script(name: str) -> ModuleType:
 def smollm2_folder() -> Path:
     """The folder of SmolLM2-135M-Instruct in f32, fetched once and kept."""
     return load_script("fetch_smollm2").fetch()
+
+
+@pytest.fixture(scope="session")
+def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """From the name of a case in support/golden_cases.py to its random model, written once."""
+
+    @functools.cache
+    def write(name: str) -> Path:
+        golden_cases = importlib.import_module("golden_cases")
+        config, seed = golden_cases.CASES[name]
+        folder = tmp_path_factory.mktemp("goldens") / name
+        script = load_script("make_checkpoint")
+        script.write_checkpoint(folder, config, std=golden_cases.STD, seed=seed)
+        return folder
+
+    return write
