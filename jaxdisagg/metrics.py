@@ -14,15 +14,27 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 TTFT_TERMS = ("queue", "prefill", "exposed_transfer", "first_decode")
 
 
-class ServerMetrics:
-    """What the HTTP server counts; `state` gives the engine's numbers when they are read.
+class StateMetrics:
+    """A registry with the numbers of /debug/state, which `state` gives when they are read."""
+
+    def __init__(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_StateCollector(state))
+
+    def render(self) -> tuple[bytes, str]:
+        """The metrics in Prometheus' text format, and its content type."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+
+class ServerMetrics(StateMetrics):
+    """What the HTTP server of a decode or mixed node counts.
 
     ttft is the time to the first token, split into terms that add up to term="total"; itl the
     time between two tokens of one request, both in seconds.
     """
 
     def __init__(self, state: Callable[[], Mapping[str, Any]]) -> None:
-        self.registry = CollectorRegistry()
+        super().__init__(state)
         self.requests = Counter(
             "jaxdisagg_requests",
             "HTTP generation requests by outcome: ok, rejected (4xx), failed, cancelled.",
@@ -54,7 +66,6 @@ class ServerMetrics:
             registry=self.registry,
             buckets=SECONDS,
         )
-        self.registry.register(_StateCollector(state))
 
     def on_token(self, gap: float | None) -> None:
         """Count a token, `gap` seconds after the one before it (None: the first)."""
@@ -69,10 +80,6 @@ class ServerMetrics:
         self.ttft.labels("total").observe(timing.ttft)
         for term in TTFT_TERMS:
             self.ttft.labels(term).observe(getattr(timing, term))
-
-    def render(self) -> tuple[bytes, str]:
-        """The metrics in Prometheus' text format, and its content type."""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
 
 class _StateCollector(Collector):

@@ -3,16 +3,19 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import Lifespan
 
 from jaxdisagg.api import Engine
 from jaxdisagg.http.errors import install_handlers
 from jaxdisagg.http.routes import Frontend, make_routes
+from jaxdisagg.http.status import make_status_routes
 from jaxdisagg.http.streaming import Attendant
-from jaxdisagg.metrics import ServerMetrics
+from jaxdisagg.metrics import ServerMetrics, StateMetrics
 from jaxdisagg.tokenizer import Tokenizer
 
 DEFAULT_CHAT_TOKENS = 1024
@@ -27,11 +30,36 @@ def create_app(
     `default_max_tokens` bounds the answers of chats that do not say how long they may be: pages
     are leased for all of it.
     """
-    app = FastAPI(title="jaxdisagg", docs_url=None, redoc_url=None, openapi_url=None)
+
+    def about() -> dict[str, str]:
+        return {"role": engine.info.role, "model": engine.info.model}
+
+    app = bare_app()
     metrics = ServerMetrics(engine.state)
-    app.state.attendant = Attendant()
     front = Frontend(engine, tokenizer, metrics, app.state.attendant, default_max_tokens)
     app.include_router(make_routes(front))
+    app.include_router(make_status_routes(engine.ready, metrics, about, engine.state))
+    return app
+
+
+def create_status_app(
+    state: Callable[[], Mapping[str, Any]], ready: Callable[[], tuple[bool, str]]
+) -> FastAPI:
+    """The app of a node that serves no requests over HTTP: /health, /metrics, /debug/state.
+
+    `state` and `ready` are as in api.Engine.
+    """
+    app = bare_app()
+    app.include_router(make_status_routes(ready, StateMetrics(state), state=state))
+    return app
+
+
+def bare_app(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
+    """An app without endpoints: OpenAI's error objects, and an Attendant in its state."""
+    app = FastAPI(
+        title="jaxdisagg", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
+    )
+    app.state.attendant = Attendant()
     install_handlers(app)
     return app
 
@@ -60,7 +88,7 @@ class HttpServer:
             app,
             log_config=None,
             access_log=False,
-            lifespan="off",
+            lifespan="on",
             ws="none",
             timeout_graceful_shutdown=FORCED_STOP_S,
         )

@@ -52,7 +52,7 @@ class Frontend:
 
 
 def make_routes(front: Frontend) -> APIRouter:
-    """All endpoints of a node's HTTP server."""
+    """The OpenAI endpoints over an engine."""
     router = APIRouter()
     started = int(time.time())
 
@@ -99,23 +99,6 @@ def make_routes(front: Frontend) -> APIRouter:
             raise RequestError(404, message, code="model_not_found", param="model")
         return json_response(model_object(info))
 
-    @router.get("/health")
-    async def health() -> Response:
-        ready, missing = front.engine.ready()
-        if not ready:
-            return json_response({"status": "not ready", "missing": missing}, 503)
-        info = front.engine.info
-        return json_response({"status": "ok", "role": info.role, "model": info.model})
-
-    @router.get("/metrics")
-    async def metrics() -> Response:
-        body, content_type = front.metrics.render()
-        return Response(body, media_type=content_type)
-
-    @router.get("/debug/state")
-    async def debug_state() -> Response:
-        return json_response(front.engine.state())
-
     return router
 
 
@@ -138,7 +121,7 @@ async def _serve(
                 raise
             outcome = None  # the stream counts its own
             events = _events(front, endpoint, job, form, answers, first, pieces, with_timing)
-            response = event_stream(front.attendant, events)
+            response = await event_stream(front.attendant, events)
         else:
             whole = _whole(front, job, form, answers, pieces, with_timing)
             response = json_response(await front.attendant.run(request.receive, whole))
@@ -219,8 +202,8 @@ async def _events(
                 yield encode(piece)
         if job.include_usage:
             yield chunk(usage=_usage(job, answers))
-        yield DONE
         outcome = "ok"
+        yield DONE
     except Exception as error:
         outcome = "failed"
         if not isinstance(error, RequestError):

@@ -117,16 +117,22 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """Read the JSON object of a request's body; raises RequestError (400, 413)."""
+async def read_body(request: Request) -> bytes:
+    """Read a request's body; raises RequestError (413) if it is too long."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
         if size > MAX_BODY_BYTES:
             raise RequestError(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
         parts.append(part)
+    return b"".join(parts)
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """Read the JSON object of a request's body; raises RequestError (400, 413)."""
+    body = await read_body(request)
     try:
-        value = msgspec.json.decode(b"".join(parts))
+        value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(400, f"the body is not valid JSON: {error}", code="invalid_json") from (
             error

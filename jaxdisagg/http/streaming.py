@@ -65,14 +65,16 @@ class Attendant:
 class ByteStream(StreamingResponse):
     """A response made of the parts that an async generator yields, sent as they come.
 
-    The generator is closed (its `finally` blocks run) before the response ends, whether it is
-    exhausted, the client left, the server stops, or sending failed. Where the server stops,
+    The generator must have been started, so that closing it runs its `finally` blocks: `first` is
+    what it has yielded. It is closed before the response ends, whether it is exhausted, the client
+    left, the server stops, or sending failed. Where the server stops,
     `last_words` turns the error into a last part; without it the connection is cut.
     """
 
     def __init__(
         self,
         attendant: Attendant,
+        first: bytes,
         parts: AsyncGenerator[bytes],
         status: int = 200,
         headers: Mapping[str, str] | None = None,
@@ -81,6 +83,7 @@ class ByteStream(StreamingResponse):
     ) -> None:
         super().__init__(parts, status, headers, media_type)
         self._attendant = attendant
+        self._first = first
         self._parts = parts
         self._last_words = last_words
 
@@ -99,16 +102,18 @@ class ByteStream(StreamingResponse):
     async def _deliver(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
+        await send(_body(self._first, more=True))
         async for part in self._parts:
             await send(_body(part, more=True))
         await send(_body(b"", more=False))
 
 
-def event_stream(attendant: Attendant, events: AsyncGenerator[bytes]) -> ByteStream:
-    """The response of an SSE generator; proxies are told not to buffer it."""
+async def event_stream(attendant: Attendant, events: AsyncGenerator[bytes]) -> ByteStream:
+    """The response of an SSE generator, not started yet, whose first event does not wait."""
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return ByteStream(
         attendant,
+        await anext(events),
         events,
         headers=headers,
         media_type="text/event-stream",

@@ -1,6 +1,7 @@
 """A scripted engine, and apps over it: in the test's own event loop or on a real socket."""
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -114,9 +115,9 @@ async def client(engine, tiny_tokenizer) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @asynccontextmanager
-async def served(app: Any) -> AsyncIterator[str]:
-    """Serve an app on a free loopback port and give its URL."""
-    server = HttpServer(app, bind("127.0.0.1", 0))
+async def served(app: Any, listener: socket.socket | None = None) -> AsyncIterator[str]:
+    """Serve an app on a free loopback port, unless a listener is given, and give its URL."""
+    server = HttpServer(app, listener or bind("127.0.0.1", 0))
     async with asyncio.timeout(DEADLINE_S):
         await server.start()
     try:
@@ -136,3 +137,15 @@ def serve() -> Callable[[Any], Any]:
 def node(engine, tiny_tokenizer) -> SimpleNamespace:
     """The engine and the app over it, to be served on a socket."""
     return SimpleNamespace(engine=engine, app=create_app(engine, tiny_tokenizer))
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], object]], Any]:
+    """`await eventually(condition)` polls; fails at the deadline."""
+
+    async def wait(condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    return wait

@@ -1,0 +1,173 @@
+"""Membership by heartbeats, and the client side of them."""
+
+import asyncio
+import itertools
+
+import httpx
+import msgspec
+import pytest
+
+from jaxdisagg.announce import Announcer, NodeInfo
+from jaxdisagg.membership import Membership
+from jaxdisagg.router import create_router_app
+from jaxdisagg.server import bind
+
+DEADLINE_S = 20.0
+PREFILL = NodeInfo(id="p0", role="prefill", model="m", fabric_address="127.0.0.1:1")
+DECODE = NodeInfo(id="d0", role="decode", model="m", url="http://127.0.0.1:2")
+
+
+def changed(info: NodeInfo, **changes) -> NodeInfo:
+    return msgspec.structs.replace(info, **changes)
+
+
+def members_of(*infos: NodeInfo) -> Membership:
+    members = Membership()
+    for info in infos:
+        members.announce(info, now=0.0)
+    return members
+
+
+@pytest.mark.parametrize(
+    ("role", "field"), [("prefill", "fabric_address"), ("decode", "url"), ("mixed", "url")]
+)
+def test_a_node_must_say_where_it_is(role, field):
+    with pytest.raises(ValueError, match=f"a {role} node must announce its {field}"):
+        NodeInfo(id="x", role=role, model="m")
+
+
+async def test_silent_nodes_are_dropped_by_their_own_heartbeat():
+    slow = changed(DECODE, id="d1", heartbeat_s=10.0)
+    members = members_of(DECODE, slow)
+    members.drop_stale(3.4)
+    assert [n.info.id for n in members.nodes] == ["d0", "d1"]
+    members.drop_stale(3.6)
+    assert [n.info.id for n in members.nodes] == ["d1"]
+
+
+async def test_a_heartbeat_keeps_a_node_and_its_requests():
+    members = members_of(DECODE)
+    members.nodes[0].in_flight = 2
+    members.nodes[0].unreachable = True
+    members.announce(changed(DECODE, load=9), now=3.0)
+    members.drop_stale(6.0)
+    (node,) = members.nodes
+    assert (node.in_flight, node.info.load, node.unreachable) == (2, 9, False)
+
+
+async def test_a_restarted_node_replaces_the_old_one_and_ends_waits_for_it():
+    members = members_of(DECODE)
+    (old,) = members.nodes
+
+    async def wait() -> None:
+        async with old.wait(DEADLINE_S):
+            await asyncio.Event().wait()
+
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    members.announce(changed(DECODE, url="http://127.0.0.1:3"), now=1.0)
+    with pytest.raises(TimeoutError):
+        await waiting
+    assert old.gone
+    assert members.nodes[0] is not old
+    with pytest.raises(TimeoutError):
+        async with old.wait(DEADLINE_S):
+            await asyncio.sleep(DEADLINE_S)
+
+
+def test_the_late_farewell_of_a_replaced_node_changes_nothing():
+    members = members_of(changed(DECODE, url="http://127.0.0.1:3"))
+    members.leave(DECODE)
+    assert len(members.nodes) == 1
+    members.leave(changed(DECODE, url="http://127.0.0.1:3", load=5))
+    assert members.nodes == []
+
+
+def test_the_least_loaded_node_comes_first():
+    infos = [changed(DECODE, id=f"d{i}", load=load) for i, load in enumerate((30, 10, 20))]
+    members = members_of(*infos, PREFILL, changed(DECODE, id="d9", ready=False))
+    order = lambda: [n.info.id for n in members.candidates()]  # noqa: E731
+    assert order() == ["d1", "d2", "d0"]
+    members.nodes[1].in_flight = 1  # counts before the announced load
+    assert order() == ["d2", "d0", "d1"]
+    members.nodes[2].unreachable = True
+    assert order() == ["d0", "d1"]
+
+
+@pytest.mark.parametrize(
+    ("infos", "missing"),
+    [
+        ([], "no decode or mixed node has announced itself"),
+        ([PREFILL], "no decode or mixed node has announced itself"),
+        ([DECODE], "no prefill node has announced itself"),
+        (
+            [PREFILL, changed(DECODE, ready=False, missing="warm-up has not ended")],
+            "no decode or mixed node is ready: d0 (warm-up has not ended)",
+        ),
+        (
+            [DECODE, changed(PREFILL, ready=False, missing="warm-up")],
+            "no prefill node is ready: p0 (warm-up)",
+        ),
+        ([DECODE, PREFILL], ""),
+        ([changed(DECODE, role="mixed")], ""),
+    ],
+)
+def test_what_is_missing_is_said(infos, missing):
+    assert members_of(*infos).missing() == missing
+
+
+async def test_announcers_learn_of_each_other_and_keep_the_list_when_the_router_is_down(
+    serve, caplog, eventually
+):
+    lists = []
+    async with serve(create_router_app()) as url:
+        port = int(url.rsplit(":", 1)[1])
+        decode = Announcer(url, lambda: DECODE, heartbeat_s=0.05, on_members=lists.append)
+        prefill = Announcer(url, lambda: PREFILL, heartbeat_s=0.05)
+        decode.start()
+        prefill.start()
+        await eventually(lambda: [n.id for n in decode.members] == ["d0", "p0"])
+        assert decode.members[1].fabric_address == "127.0.0.1:1"
+        assert decode.members[0].heartbeat_s == 0.05
+        await eventually(lambda: prefill.members == decode.members)
+    await eventually(lambda: not decode.connected)
+    await asyncio.sleep(0.2)
+    assert len(decode.members) == 2
+    assert caplog.text.count("does not answer") == 2  # once for each node, not for each heartbeat
+    listener = bind("127.0.0.1", port)
+    async with serve(create_router_app(), listener):
+        await eventually(lambda: decode.connected and len(decode.members) == 2)
+        await prefill.stop()
+        await eventually(lambda: [n.id for n in decode.members] == ["d0"])
+        await decode.stop()
+    # Each change of the list was told once.
+    assert all(a != b for a, b in itertools.pairwise(lists))
+    assert [n.id for n in lists[-1]] == ["d0"]
+
+
+async def test_an_announcer_without_a_router_stops_cleanly():
+    with bind("127.0.0.1", 0) as nobody:
+        port = nobody.getsockname()[1]
+    announcer = Announcer(f"http://127.0.0.1:{port}", lambda: DECODE, heartbeat_s=0.05)
+    announcer.start()
+    await asyncio.sleep(0.1)
+    async with asyncio.timeout(DEADLINE_S):
+        await announcer.stop()
+    assert announcer.members == ()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "not an announcement"),
+        (b'{"id": "x", "role": "boss", "model": "m"}', "$.role"),
+        (b'{"id": "x", "role": "decode", "model": "m"}', "must announce its url"),
+        (b'{"id": "x", "role": "mixed", "model": "m", "url": "u", "foo": 1}', "foo"),
+    ],
+)
+async def test_a_malformed_announcement_is_refused(body, message):
+    transport = httpx.ASGITransport(create_router_app())
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        response = await client.post("/internal/announce", content=body)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
