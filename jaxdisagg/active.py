@@ -37,6 +37,7 @@ class ActiveRequest:
     row: DecodeRow | None = None
     generated: int = 0
     not_before: float = 0.0
+    failed: bool = False
     sent_at: float | None = None
     ready_at: float | None = None
     first_token_at: float | None = None

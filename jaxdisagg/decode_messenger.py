@@ -28,7 +28,6 @@ from jaxdisagg.api import RequestError
 from jaxdisagg.decode_node import DecodeNode, Prefiller
 from jaxdisagg.messages import MessageError, NodeHello
 from jaxdisagg.prefill_peers import PrefillPeer, PrefillPeers
-from jaxdisagg.request import DecodeState
 from jaxdisagg.slots import SlotAllocator
 from jaxdisagg.transfer_plan import plan
 
@@ -242,7 +241,7 @@ class DecodeMessenger(Prefiller):
             return  # the answer to a resent CANCEL
         self._close_attempt(attempt)
         if attempt.cancelled_at is not None:
-            self._node.prefill_over(attempt.active, cancelled=True)
+            self._node.prefill_over(attempt.active)
         elif isinstance(message, messages.Busy):
             self._node.requeue(attempt.active, now + BUSY_DELAY)
         else:
@@ -299,9 +298,7 @@ class DecodeMessenger(Prefiller):
             arrived = self._arrived(attempt)
             self._close_attempt(attempt)
             if attempt.cancelled_at is not None:
-                self._node.prefill_over(
-                    attempt.active, cancelled=attempt.active.life.state is DecodeState.CANCELLING
-                )
+                self._node.prefill_over(attempt.active)
                 continue
             self._node.fail(
                 attempt.active,

@@ -9,7 +9,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from jaxdisagg.active import ActiveRequest
@@ -118,7 +118,7 @@ class DecodeNode(StepLoop):
                 param="max_tokens",
             )
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenOutput]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput]:
         """Stream the tokens of a request; see `api.Engine`."""
         self.check(request)
         if self.failure is not None:
@@ -224,6 +224,7 @@ class DecodeNode(StepLoop):
     def fail_and_cancel(self, active: ActiveRequest, error: RequestError) -> None:
         """Report an error for a request whose prefill is under way, and stop that."""
         active.stream.fail(error)
+        active.failed = True
         self._revoke(active)
 
     def prefilled(self, active: ActiveRequest, now: float) -> None:
@@ -244,9 +245,9 @@ class DecodeNode(StepLoop):
         self._scheduler.add(active.row)
         active.life.advance(DecodeState.DECODING)
 
-    def prefill_over(self, active: ActiveRequest, *, cancelled: bool) -> None:
+    def prefill_over(self, active: ActiveRequest) -> None:
         """A CANCELLING request's pages cannot be written any more."""
-        self._end(active, DecodeState.CANCELLED if cancelled else DecodeState.FAILED)
+        self._end(active, DecodeState.FAILED if active.failed else DecodeState.CANCELLED)
 
     def requeue(self, active: ActiveRequest, not_before: float) -> None:
         """The prefill node was busy and wrote nothing: wait, then take new pages and a new slot."""
@@ -386,8 +387,9 @@ class DecodeNode(StepLoop):
 
     def next_deadline(self) -> float | None:
         """When something is due without a call: the prefiller's next time, or a retry."""
-        times = [self.prefiller.next_deadline() if self.prefiller else None]
-        times += [self._queue[0].not_before] if self._queue else []
+        times = [] if self.prefiller is None else [self.prefiller.next_deadline()]
+        if self._queue and self._queue[0].not_before > time.monotonic():
+            times.append(self._queue[0].not_before)
         return min((t for t in times if t is not None), default=None)
 
     def on_failure(self, reason: str) -> None:

@@ -65,7 +65,8 @@ class Deployment:
         self._router = _RouterThread()
 
     def __enter__(self) -> "Deployment":
-        self.start()
+        if not self.url:
+            self.start()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -50,7 +50,7 @@ class LocalPrefiller(Prefiller):
         """Drop the chunks that wait. Steps in flight run before any later use of the pages."""
         _, job = self._jobs.pop(active.id)
         self._scheduler.remove(job)
-        self._node.prefill_over(active, cancelled=True)
+        self._node.prefill_over(active)
 
     def tick(self, now: float) -> bool:
         """Dispatch one prefill step; wait for the one before it, so that few are in flight."""

@@ -6,6 +6,7 @@ transfer has ended. It never samples.
 """
 
 import logging
+import math
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -129,6 +130,7 @@ class PrefillNode(StepLoop):
         if request.ended_by is not None:
             return
         request.ended_by = why
+        request.deadline = math.inf
         if request.life.state is PrefillState.QUEUED:
             self._queue.remove(request)
             self._end(request, why, time.monotonic())
@@ -245,6 +247,12 @@ class PrefillNode(StepLoop):
             len(r.tokens) - 1 - (r.job.scheduled if r.job else 0)
             for r in list(self._requests.values())
         )
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether prompts can be prefilled, and if not, why."""
+        if self.failure is not None:
+            return False, f"the node has failed: {self.failure}"
+        return True, ""
 
     def state(self) -> dict[str, Any]:
         """The JSON document of /debug/state."""

@@ -2,22 +2,18 @@
 
 import functools
 import importlib
-import importlib.util
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import tokenizers
 from hypothesis import settings
+from repository import REPOSITORY, load_script
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxdisagg.tokenizer import Tokenizer
-
-REPOSITORY = Path(__file__).resolve().parent.parent
 
 # Read when jax is first imported, which no import below may do earlier.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -27,9 +23,6 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-
-# Helpers that several test folders share are plain modules there.
-sys.path.insert(0, str(REPOSITORY / "tests" / "support"))
 
 # A slow machine is no failure.
 settings.register_profile("project", deadline=None)
@@ -72,20 +65,6 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_tokenizer(tiny_folder: Path) -> Tokenizer:
     return Tokenizer.from_folder(tiny_folder)
-
-
-def load_script(name: str) -> ModuleType:
-    """Import scripts/NAME.py, which is in no package."""
-    module_name = f"scripts_{name}"
-    if module_name not in sys.modules:
-        path = REPOSITORY / "scripts" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[module_name]
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,162 @@
+"""scripts/serve.py as a user runs it: bad input is answered in a line, Ctrl-C leaves nothing."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from nodes import wait_until
+from repository import REPOSITORY
+
+SMALL = ("--max-model-len", "256", "--chunks", "16", "--batch", "2", "--pages", "64")
+
+
+def serve(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(REPOSITORY / "scripts" / "serve.py"), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | environment | {"COLUMNS": "300"},
+        start_new_session=True,
+    )
+
+
+def refused(*arguments: str, **environment: str) -> str:
+    process = serve(*arguments, **environment)
+    try:
+        output, _ = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 2, output
+    assert "Traceback" not in output
+    return " ".join(output.split())
+
+
+def test_a_missing_model_folder(tmp_path):
+    assert f"model folder not found: {tmp_path}/none" in refused("--model", f"{tmp_path}/none")
+
+
+def test_an_unsupported_architecture(tmp_path, serving_folder):
+    config = json.loads((serving_folder / "config.json").read_text())
+    config["architectures"] = ["MambaForCausalLM"]
+    for file in serving_folder.iterdir():
+        if file.name != "config.json":
+            (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    output = refused("--model", str(tmp_path), "--mixed", "")
+    assert "architectures: MambaForCausalLM is not supported" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--mixed", "tp=3"), "tp=3 does not fit 4 KV heads"),
+        (("--mixed", "tp=two"), "tp='two': expected a whole number"),
+        (("--mixed", "cpus=99999"), "cpus=99999 is not among the allowed ones"),
+        (("--decode", "tp=1"), "decode nodes need at least one prefill node"),
+        (("--mixed", "tp=1", "--dtype", "fp4"), "dtype='fp4' must be one of"),
+        (("--mixed", "tp=1", "--max-model-len", "100000"), "max_model_len=100000 exceeds"),
+        (("--mixed", "tp=1", "--chunks", "1"), "chunks=1 must be at least 2"),
+        (("--prefill", "tp=1", "--decode", "tp=1", "--provider", "warp"), "warp"),
+    ],
+)
+def test_options_that_cannot_work(serving_folder, arguments, message):
+    assert message in refused("--model", str(serving_folder), "--port", "0", *arguments)
+
+
+def test_unequal_tp_is_refused_by_name(serving_folder):
+    output = refused("--model", str(serving_folder), "--port", "0", *SMALL,
+                     "--prefill", "tp=2", "--decode", "tp=1")  # fmt: skip
+    assert "tp: 2 on the prefill node, 1 on the decode node" in output
+
+
+def test_ports_in_use(serving_folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        model = ("--model", str(serving_folder))
+        assert f"port {port}: it is in use" in refused(*model, "--port", str(port), "--mixed", "")
+        assert f"port {port}: it is in use" in refused(
+            *model, "--port", "0", "--mixed", f"http_port={port}"
+        )
+        output = refused(*model, "--port", "0", "--prefill", f"fabric_port={port}", "--decode", "")
+        assert str(port) in output
+        assert "in use" in output
+
+
+def test_no_libfabric(serving_folder):
+    output = refused(
+        "--model", str(serving_folder), "--port", "0", "--prefill", "", "--decode", "",
+        JAXDISAGG_LIBFABRIC="/nonexistent/libfabric.so",
+    )  # fmt: skip
+    assert "libfabric" in output
+    assert "install" in output
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return status != "Z"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ending_it_leaves_no_process(serving_folder, how):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = serve("--model", str(serving_folder), "--port", str(port), *SMALL,
+                    "--prefill", "tp=1", "--decode", "tp=1")  # fmt: skip
+    try:
+        url = f"http://127.0.0.1:{port}"
+
+        def serves() -> bool:
+            assert process.poll() is None, process.communicate()[0]
+            try:
+                return httpx.get(f"{url}/health", timeout=2.0).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_until(serves, "the deployment serves", 120.0)
+        nodes = children(process.pid)
+        assert len(nodes) == 2
+        if how == signal.SIGINT:  # as a terminal does: the whole foreground group
+            os.killpg(process.pid, how)
+        else:
+            os.kill(process.pid, how)
+        output, _ = process.communicate(timeout=30)
+        assert "Traceback" not in output
+        wait_until(lambda: not any(map(alive, nodes)), "no node is left", 15.0)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_dead_node_is_reported_and_the_last_one_ends_it(serving_folder):
+    process = serve("--model", str(serving_folder), "--port", "0", *SMALL, "--mixed", "tp=1")
+    try:
+        wait_until(lambda: len(children(process.pid)) == 1, "the node's process is there", 30.0)
+        (node,) = children(process.pid)
+        time.sleep(1.0)
+        os.kill(node, signal.SIGKILL)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode in (1, 2)
+        assert "mixed-0 ended with code -9" in output
+        assert "Traceback" not in output
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,163 @@
+"""Prefill and decode apart: tokens, pages, counts, order, and what is left behind."""
+
+import asyncio
+import zlib
+
+import numpy as np
+import pytest
+from nodes import CHUNK, PAGE, Pair, generate_all, timing_of, wait_until
+
+from jaxdisagg.api import GenerationRequest, SamplingParams
+from jaxdisagg.config import CacheConfig
+from jaxdisagg.transfer_plan import pages_for
+
+LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 1)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(1000 * seed + length).integers(0, 250, length).tolist()
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def pair(request, golden_folder):
+    with Pair(golden_folder("qwen3_untied"), tp=2, shuffle=True, dtype=request.param) as pair:
+        yield pair
+
+
+def lent(pair):
+    """Record every lease that either side hands out, so that pages can be read afterwards."""
+    record = {"prefill": [], "decode": []}
+    for name, node in (("prefill", pair.prefill.node), ("decode", pair.decode.node)):
+        for pool in node.pools:
+            original = type(pool).lease.__get__(pool)
+
+            def lease(n, original=original, name=name):
+                taken = original(n)
+                if taken is not None:
+                    record[name].append(taken.pages.copy())
+                return taken
+
+            pool.lease = lease
+    return record
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_pages_and_context_arrive_byte_for_byte(pair, length):
+    record = lent(pair)
+    generate_all(pair.decode.node, [prompt(length)], 1, prefix=f"pages-{length}")
+    pair.idle()
+    if length == 1:
+        assert record["prefill"] == []
+        return
+    (source,), (destination,) = record["prefill"], record["decode"]
+    n = pages_for(length, PAGE)
+    assert len(source) == n
+    filled = (length - 1) % PAGE or PAGE
+    prefill, decode = pair.prefill.runner.cache, pair.decode.runner.cache
+    for rank in range(2):
+        for layer in range(len(prefill.layers)):
+            sent = prefill.read_pages(rank, layer, source)
+            got = decode.read_pages(rank, layer, destination[:n])
+            # The decoder itself has written the last prompt token, into the last page's next row
+            # or into a page of its own.
+            sent[-1, :, :, filled:], got[-1, :, :, filled:] = 0, 0
+            assert zlib.crc32(sent.tobytes()) == zlib.crc32(got.tobytes()), (rank, layer)
+            assert sent.astype(np.float32).any(axis=(1, 2, 3, 4)).all(), (
+                "an empty page proves nothing"
+            )
+    contexts = [cache.read_pages(0, len(prefill.layers), np.array([cache.context_rows - 1]))
+                for cache in (prefill, decode)]  # fmt: skip
+    assert contexts[0].astype(np.float32).any()
+    assert zlib.crc32(contexts[0].tobytes()) == zlib.crc32(contexts[1].tobytes())
+
+
+def test_counts_agree_on_both_sides(pair):
+    before = pair.decode.node.state()["page_writes"], pair.prefill.node.state()["page_writes"]
+    generate_all(pair.decode.node, [prompt(100)], 4, prefix="count")
+    timing = timing_of(pair.decode.node, "count-0")
+    layers = len(pair.prefill.runner.cache.layers)
+    expected = pages_for(100, PAGE) * layers * 2 + 1  # two ranks, and the context
+    assert timing.page_writes == expected
+    pair.idle()
+    after = pair.decode.node.state()["page_writes"], pair.prefill.node.state()["page_writes"]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [expected, expected]
+    assert timing.prefill_node == "prefill-0"
+    assert timing.pages == pages_for(100, PAGE)
+    terms = timing.queue + timing.prefill + timing.exposed_transfer + timing.first_decode
+    assert terms == pytest.approx(timing.ttft, abs=1e-6)
+
+
+def test_addresses_stay_over_a_thousand_steps_and_nothing_is_compiled(pair):
+    compiled = pair.decode.runner.compiles.count
+    prompts = [prompt(40, seed) for seed in range(40)]
+    generate_all(pair.decode.node, prompts, 200, at_once=8, prefix="long")
+    pair.idle()
+    assert pair.decode.runner.cache.check_addresses() is None
+    assert pair.prefill.runner.cache.check_addresses() is None
+    assert pair.decode.runner.compiles.count == compiled
+    counters = pair.prefill.engine.counters()
+    assert counters["ring_overflows"] == 0
+    assert counters["trigger_faults"] == 0
+
+
+def test_clients_that_leave_at_any_moment_lose_no_page(pair):
+    async def leave(i: int) -> None:
+        stream = pair.decode.node.generate(
+            GenerationRequest(f"leave-{i}", tuple(prompt(150, i)), 40, SamplingParams())
+        )
+        task = asyncio.create_task(anext(stream))
+        done, _ = await asyncio.wait({task}, timeout=0.003 * i)
+        if not done:
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await stream.aclose()
+
+    async def run() -> None:
+        await asyncio.gather(*(leave(i) for i in range(24)))
+
+    asyncio.run(run())
+    pair.idle()
+    first = generate_all(pair.decode.node, [prompt(150)], 8, prefix="after")
+    again = generate_all(pair.decode.node, [prompt(150)], 8, prefix="after-2")
+    assert first[0].tokens == again[0].tokens
+
+
+def test_a_layer_is_posted_before_the_last_layer_has_run(golden_folder):
+    """By recorded order: the engine notes every trigger and every post as it happens."""
+    with Pair(golden_folder("qwen3_deep"), trace=True) as pair:
+        generate_all(pair.decode.node, [prompt(60, i) for i in range(6)], 1, prefix="order")
+        pair.idle()
+        trace = pair.prefill.engine.trace()
+    last = len(pair.prefill.runner.cache.layers) - 1
+    steps = [s for s in np.unique(trace["step"]) if s > 0]
+    early = 0
+    for step in steps:
+        of = trace[trace["step"] == step]
+        triggers = of[of["kind"] == b"trigger"]
+        assert triggers["layer"].tolist() == list(range(last + 2)), "each layer once, in order"
+        posts = of[of["kind"] == b"post"]
+        assert set(posts["layer"]) == set(range(last + 2))
+        finished = triggers[triggers["layer"] == last]["order"][0]
+        early += (posts[posts["layer"] == 0]["order"] < finished).all()
+        for layer in range(last + 2):  # never before its own trigger
+            fired = triggers[triggers["layer"] == layer]["order"][0]
+            assert (posts[posts["layer"] == layer]["order"] > fired).all()
+    assert early == len(steps), f"layer 0 was posted early in {early} of {len(steps)} steps"
+
+
+def test_a_prompt_of_one_token_needs_no_prefill_node(pair):
+    before = pair.prefill.node.state()["outcomes"]
+    (found,) = generate_all(pair.decode.node, [[7]], 5, prefix="one")
+    assert len(found.tokens) == 5
+    assert pair.prefill.node.state()["outcomes"] == before
+
+
+def test_a_queue_longer_than_the_pools_is_served(golden_folder):
+    small = {"cache": CacheConfig(page_size=PAGE, pages=24)}
+    with Pair(golden_folder("qwen3_untied"), prefill=small, decode=small) as pair:
+        found = generate_all(
+            pair.decode.node, [prompt(120, i) for i in range(12)], 30, at_once=12, prefix="queue"
+        )
+        assert all(len(g.tokens) == 30 for g in found)
+        wait_until(lambda: not pair.decode.node.state()["requests"], "idle")
+        pair.idle()
