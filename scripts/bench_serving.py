@@ -28,8 +28,8 @@ console = Console()
 # Column titles, and the keys of the numbers that each shows.
 COLUMNS = {
     "done": ("requests",),
-    "TTFT p50 / p99 / max": ("ttft_p50_ms", "ttft_p99_ms", "ttft_max_ms"),
-    "ITL p50 / p99 / max": ("itl_p50_ms", "itl_p99_ms", "itl_max_ms"),
+    "TTFT p50/p99/max": ("ttft_p50_ms", "ttft_p99_ms", "ttft_max_ms"),
+    "ITL p50/p99/max": ("itl_p50_ms", "itl_p99_ms", "itl_max_ms"),
     "tok/s": ("tokens_per_s",),
 }
 STREAM_COLUMNS = {
@@ -123,10 +123,8 @@ def _cell(row: dict[str, Any], keys: tuple[str, ...], form: str) -> str:
     values = [row.get(key) for key in keys]
     if all(value is None for value in values):
         return ""
-    texts = [
-        form.format(v) if isinstance(v, float) else str("-" if v is None else v) for v in values
-    ]
-    return " / ".join(texts)
+    texts = ("-" if v is None else form.format(v) if isinstance(v, float) else v for v in values)
+    return "/".join(map(str, texts))
 
 
 def main(

@@ -55,21 +55,23 @@ class Answer:
         """
         self._metrics.prompt_tokens.inc(len(self.request.prompt))
         last = None
-        async with aclosing(self._engine.generate(self.request)) as outputs:
-            async for output in outputs:
-                if output.token is not None:
-                    self.completion_tokens += 1
-                    now = time.perf_counter()
-                    self._metrics.on_token(None if last is None else now - last)
-                    if last is None:
-                        self._metrics.on_timing(self._engine.timing(self.request.id))
-                    last = now
-                piece = self._piece(output)
-                if piece.finish_reason is not None:
-                    break
-                yield piece
-            else:
-                raise RuntimeError(f"the engine gave no finish reason for {self.request.id}")
+        try:
+            async with aclosing(self._engine.generate(self.request)) as outputs:
+                async for output in outputs:
+                    if output.token is not None:
+                        self.completion_tokens += 1
+                        now = time.perf_counter()
+                        self._metrics.on_token(None if last is None else now - last)
+                        last = now
+                    piece = self._piece(output)
+                    if piece.finish_reason is not None:
+                        break
+                    yield piece
+                else:
+                    raise RuntimeError(f"the engine gave no finish reason for {self.request.id}")
+        finally:
+            if last is not None:
+                self._metrics.on_timing(self._engine.timing(self.request.id))
         self._metrics.finished.labels(piece.finish_reason).inc()
         yield piece
 
