@@ -40,12 +40,14 @@ test-all: model ## All tests
 native-test: setup ## The C++ tests under the address sanitizer
 	@scripts/native_test.sh
 
-check: setup ## Lint, format, types, import rules; changes nothing
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
-	@$(BIN)/lint-imports
-	@$(CXX_FILES) $(BIN)/clang-format --dry-run --Werror
+check: setup ## Lint, format, types, import rules; changes nothing, reports all that is wrong
+	@failed=; \
+	$(BIN)/ruff check . || failed+=' lint'; \
+	$(BIN)/ruff format --check . || failed+=' format'; \
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python || failed+=' types'; \
+	$(BIN)/lint-imports || failed+=' imports'; \
+	$(CXX_FILES) $(BIN)/clang-format --dry-run --Werror || failed+=' clang-format'; \
+	[ -z "$$failed" ] || { echo "check failed:$$failed" >&2; exit 1; }
 
 format: setup ## Put every file into the form that check wants
 	@$(BIN)/ruff check --fix -q . ; $(BIN)/ruff format -q .
