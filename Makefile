@@ -45,7 +45,7 @@ check: setup ## Lint, format, types, import rules; changes nothing, reports all 
 	$(BIN)/ruff check . || failed+=' lint'; \
 	$(BIN)/ruff format --check . || failed+=' format'; \
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python || failed+=' types'; \
-	$(BIN)/lint-imports || failed+=' imports'; \
+	$(BIN)/lint-imports --no-logo || failed+=' imports'; \
 	$(CXX_FILES) $(BIN)/clang-format --dry-run --Werror || failed+=' clang-format'; \
 	[ -z "$$failed" ] || { echo "check failed:$$failed" >&2; exit 1; }
 

@@ -1,6 +1,7 @@
 """Wire messages: round trips, bounds, damaged bytes, and the list of incompatibilities."""
 
 import dataclasses
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -316,3 +317,15 @@ def test_times_are_finite_numbers(value):
     raw = bytes([PROTOCOL_VERSION]) + msgspec.msgpack.encode(fields)
     with pytest.raises(MessageError, match="prefill_s"):
         decode(raw)
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=lambda m: type(m).__name__)
+def test_the_protocol_document_lists_every_field(message):
+    document = (Path(__file__).resolve().parents[3] / "docs/protocol.md").read_text()
+    config = type(message).__struct_config__
+    rows = [r for r in document.splitlines() if r.startswith(f"| `{config.tag}` |")]
+    assert len(rows) == 1
+    missing = [f for f in type(message).__struct_fields__ if f not in rows[0]]
+    assert not missing
+    if isinstance(message, NodeHello):
+        assert all(f.name in rows[0] for f in dataclasses.fields(CacheLayout))
