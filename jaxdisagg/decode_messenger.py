@@ -141,7 +141,6 @@ class DecodeMessenger(Prefiller):
         attempt = self._by_request[active.id]
         attempt.cancelled_at = time.monotonic()
         self._send_cancel(attempt, attempt.cancelled_at)
-        self._fence_if_crowded(active.rank)
 
     def tick(self, now: float) -> bool:
         """Deadlines of prefills, resent CANCELs, fences, and new connections."""
@@ -150,7 +149,7 @@ class DecodeMessenger(Prefiller):
             if self._by_id.get(attempt.id) is not attempt:
                 continue  # a fence ended it meanwhile
             if attempt.cancelled_at is not None:
-                if now - attempt.cancelled_at >= self._timeouts.cancel_fence:
+                if now - attempt.cancelled_at >= self._patience(attempt):
                     self._fence(attempt.peer, "a CANCEL was not answered in time")
                 elif now >= attempt.resend_at:
                     self._send_cancel(attempt, now)
@@ -161,7 +160,7 @@ class DecodeMessenger(Prefiller):
     def next_deadline(self) -> float | None:
         """The first of the deadlines above."""
         times = [
-            min(a.resend_at, a.cancelled_at + self._timeouts.cancel_fence)
+            min(a.resend_at, a.cancelled_at + self._patience(a))
             if a.cancelled_at is not None
             else a.deadline
             for a in self._by_id.values()
@@ -319,13 +318,15 @@ class DecodeMessenger(Prefiller):
         self.peers.lost(peer.id, reason)
         self._peer_gone(peer, reason)
 
-    def _fence_if_crowded(self, rank: int) -> None:
-        """REVOKING pages above a quarter of the pool: do not wait for answers any longer (R13)."""
-        if self._node.pools[rank].revoking_share <= REVOKING_SHARE:
-            return
-        waiting = {a.peer.id: a.peer for a in self._by_id.values() if a.cancelled_at is not None}
-        for peer in waiting.values():
-            self._fence(peer, "pages of cancelled requests exceed a quarter of the pool")
+    def _patience(self, attempt: Attempt) -> float:
+        """Seconds that a CANCEL may stay unanswered before its peer is fenced.
+
+        Short when REVOKING pages exceed a quarter of the pool, but not none: a burst of clients
+        that leave is answered within a step, and a fence would end innocent requests.
+        """
+        share = self._node.pools[attempt.active.rank].revoking_share
+        crowded = share > REVOKING_SHARE
+        return self._timeouts.cancel_resend if crowded else self._timeouts.cancel_fence
 
     def _send_cancel(self, attempt: Attempt, now: float) -> None:
         attempt.resend_at = now + self._timeouts.cancel_resend

@@ -60,7 +60,7 @@ def register_cache(
         region = engine.register_memory(shard.address, shard.nbytes)
         if source:
             engine.set_source_region(shard.ordinal, shard.layer, region)
-        announced = Region(bytes(region.descriptor), shard.nbytes)
+        announced = Region(region.descriptor, shard.nbytes)
         if shard.layer < layers:
             rows[shard.rank].append(announced)
         elif shard.rank % (ranks // dp) == 0:

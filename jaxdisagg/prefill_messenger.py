@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ffi_transport.engine import TransferEngine
-from ffi_transport.errors import TransportError
+from ffi_transport.errors import PeerLost, TransportError
 from ffi_transport.types import (
     Event,
     MessageReceived,
@@ -179,9 +179,13 @@ class PrefillMessenger:
     def _plan(self, peer: DecodePeer, seed: int) -> TransferPlan:
         return plan(self._hello.layout, peer.hello.layout, seed)
 
-    def open_transfer(self, request: "PrefillRequest") -> int:
-        """All the writes of one request."""
-        transfer = self._engine.open_transfer(request.peer, request.message.slot)
+    def open_transfer(self, request: "PrefillRequest") -> int | None:
+        """All the writes of one request; None if its decode node is gone."""
+        try:
+            transfer = self._engine.open_transfer(request.peer, request.message.slot)
+        except PeerLost as error:
+            log.debug("request %s: %s", request.id, error)
+            return None
         self._transfers[transfer] = request
         return transfer
 
@@ -209,7 +213,7 @@ class PrefillMessenger:
             if chunk.last and request.message.context is not None:
                 writes.append(self._context_write(peer, request))
         layers = len(self._cache.layers) + 1
-        self._engine.add_plan(number, len(self._ordinals), layers, writes)
+        self._engine.add_plan(number, self._ordinals.values(), layers, writes)
         for chunk, request in zip(step.chunks, requests, strict=True):
             if chunk.last and request.transfer is not None:
                 self._engine.seal(request.transfer)

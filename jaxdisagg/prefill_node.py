@@ -180,6 +180,9 @@ class PrefillNode(StepLoop):
             request.rank, request.lease = rank, lease
             request.context = self._contexts[rank].pop()
             request.transfer = self.messenger.open_transfer(request)
+            if request.transfer is None:
+                self._end(request, ("failed", "peer_lost", "its decode node is gone"), now)
+                continue
             request.job = PrefillJob(
                 request.id, rank, request.tokens, lease.pages, len(request.tokens) - 1
             )

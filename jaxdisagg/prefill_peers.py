@@ -135,7 +135,7 @@ class PrefillPeers:
             return None
         peer, known.peer = known.peer, None
         known.problem = f"lost: {reason}"
-        known.retry_at = time.monotonic() + RECONNECT_SECONDS
+        known.retry_at = time.monotonic()  # it may be back already
         log.warning("prefill node at %s was lost: %s", known.address, reason)
         return peer
 

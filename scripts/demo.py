@@ -129,10 +129,12 @@ def main(
     try:
         base = NodeConfig(role="mixed", model=model, dtype=dtype)
         cpus = default_cpus(2)
+        prefill = replace(base, role="prefill", id="prefill-0")
+        decode = replace(base, role="decode", id="decode-0")
         split = ServeConfig(
-            nodes=tuple(
-                parse_node(f"tp={tp},{share}", replace(base, role=role, id=f"{role}-0"))
-                for role, share in zip(("prefill", "decode"), cpus, strict=True)
+            nodes=(
+                parse_node(f"tp={tp},{cpus[0]}", prefill),
+                parse_node(f"tp={tp},{cpus[1]}", decode),
             ),
             port=0,
         )
@@ -145,8 +147,8 @@ def main(
         console.print(f"[bold]{question}[/bold]", highlight=False)
         answer = ask(deployment.url, question, max_tokens, show=True)
         console.print()
-        decode, prefill = state_of(deployment, "decode"), state_of(deployment, "prefill")
-    console.print(account(answer, decode, prefill))
+        decoded, prefilled = state_of(deployment, "decode"), state_of(deployment, "prefill")
+    console.print(account(answer, decoded, prefilled))
     console.rule("prefill and decode in one process")
     with start_or_exit(whole, console) as deployment:
         mixed = ask(deployment.url, question, max_tokens, show=False)
@@ -158,7 +160,10 @@ def main(
         f"[green]the {len(answer.tokens)} tokens equal those of the one-process node[/green] "
         f"(logprobs within {gap:.1e})"
     )
-    if decode["compiles_after_warm_up"] or prefill["page_writes"] != answer.timing["page_writes"]:
+    if (
+        decoded["compiles_after_warm_up"]
+        or prefilled["page_writes"] != answer.timing["page_writes"]
+    ):
         console.print("[red]page-writes pushed and counted differ, or a step was compiled[/red]")
         raise typer.Exit(1)
 
