@@ -1,0 +1,173 @@
+#include "data_worker.h"
+
+#include <algorithm>
+#include <array>
+
+#include "data_link.h"
+
+namespace ffi_transport {
+DataWorker::DataWorker(size_t index, std::unique_ptr<Domain> domain, const WorkerOptions& options,
+                       ImmCounters* counters, Stats* stats, std::atomic<uint64_t>* trace_order,
+                       LinkBroken link_broken)
+    : index_(index),
+      options_(options),
+      counters_(counters),
+      stats_(stats),
+      link_broken_(std::move(link_broken)),
+      trace_(trace_order, options.trace),
+      inbox_(&waiter_),
+      domain_(std::move(domain)) {}
+
+DataWorker::~DataWorker() { stop(); }
+
+void DataWorker::start(std::function<bool()> extra, std::function<bool()> extra_idle) {
+  extra_ = std::move(extra);
+  extra_idle_ = std::move(extra_idle);
+  thread_ = std::thread([this] { loop(); });
+}
+
+void DataWorker::stop() {
+  if (!thread_.joinable()) return;
+  inbox_.close();
+  stopping_.store(true, std::memory_order_seq_cst);
+  waiter_.wake();
+  thread_.join();
+}
+
+Result<std::string> DataWorker::open_link(int64_t peer) {
+  Result<std::string> result(Status(Code::kClosed, "the engine is closed"));
+  inbox_.call([&] {
+    auto endpoint = domain_->open_endpoint(0);
+    if (!endpoint.ok()) {
+      result = endpoint.status();
+      return;
+    }
+    result = (*endpoint)->name();
+    links_.push_back(std::make_unique<Link>(peer, index_, endpoint.take(), &domain_->limits(),
+                                            options_, counters_, stats_, &trace_));
+    const Endpoint& opened = *links_.back()->endpoint;
+    waiter_.watch(opened.wait_fd(), opened.edges_only());
+  });
+  return result;
+}
+
+Status DataWorker::connect_link(int64_t peer, const std::string& remote_name) {
+  Status status(Code::kClosed, "the engine is closed");
+  inbox_.call([&] {
+    for (auto& link : links_) {
+      if (link->peer != peer) continue;
+      auto address = link->endpoint->insert(remote_name);
+      status = address.status();
+      if (address.ok()) {
+        link->address = *address;
+        link->connected = true;
+      }
+      return;
+    }
+    status = Status(Code::kPeerLost, "peer " + std::to_string(peer) + " has no data endpoint");
+  });
+  return status;
+}
+
+void DataWorker::close_link(int64_t peer) {
+  inbox_.call([&] { drop_link(peer); });
+}
+
+void DataWorker::submit(Job job) {
+  // std::function wants a copyable closure; a job is cheap to share.
+  auto shared = std::make_shared<Job>(std::move(job));
+  if (!inbox_.post([this, shared] { submit_here(std::move(*shared)); })) {
+    shared->transfer->fail("the engine is closed");
+  }
+}
+
+void DataWorker::submit_here(Job job) {
+  for (auto& link : links_) {
+    if (link->peer == job.transfer->peer()) {
+      link->jobs.push_back(std::move(job));
+      return;
+    }
+  }
+  job.transfer->fail("the peer's data endpoint is closed");
+}
+
+void DataWorker::drop_link(int64_t peer) {
+  const auto it = std::find_if(links_.begin(), links_.end(),
+                               [&](const auto& link) { return link->peer == peer; });
+  if (it == links_.end()) return;
+  std::unique_ptr<Link> link = std::move(*it);
+  links_.erase(it);
+  waiter_.unwatch(link->endpoint->wait_fd());
+  link->close("the peer's data endpoint was closed");
+}
+
+void DataWorker::break_link(int64_t peer, const std::string& reason) {
+  // Which writes of a broken connection landed is unknown, and the next one would fail for no
+  // fault of its own (findings-fabric.md): so the link as a whole is fenced, at once.
+  const auto it = std::find_if(links_.begin(), links_.end(),
+                               [&](const auto& link) { return link->peer == peer; });
+  if (it == links_.end()) return;
+  std::unique_ptr<Link> link = std::move(*it);
+  links_.erase(it);
+  waiter_.unwatch(link->endpoint->wait_fd());
+  link->close(reason);
+  link_broken_(peer, reason);
+}
+
+bool DataWorker::idle() const {
+  return inbox_.empty() && extra_idle_() && !stopping_.load(std::memory_order_seq_cst);
+}
+
+void DataWorker::loop() {
+  int empty_turns = 0;
+  auto active_until = Clock::now();
+  const auto spin = std::chrono::microseconds(options_.spin_us);
+  while (!stopping_.load(std::memory_order_relaxed)) {
+    bool progress = inbox_.run();
+    progress |= extra_();
+    progress |= poll_links();
+    progress |= turns_.round(links_);
+    if (progress) {
+      active_until = Clock::now() + spin;
+      empty_turns = 0;
+      continue;
+    }
+    if (++empty_turns < kEmptyTurns || Clock::now() < active_until) continue;
+    waiter_.announce();
+    bool may_block = idle();
+    int wait_ms = -1;
+    for (auto& link : links_) {
+      may_block = may_block && link->endpoint->may_block();
+      if (link->refused || link->endpoint->wait_fd() < 0) {
+        wait_ms = 1;  // something is due that no descriptor announces
+      } else if (wait_ms < 0 && link->endpoint->edges_only()) {
+        wait_ms = kEdgeMs;
+      }
+    }
+    if (!may_block) {
+      waiter_.retract();
+      continue;
+    }
+    bump(stats_->thread_blocks);
+    waiter_.block(wait_ms);
+  }
+  inbox_.run();
+  while (!links_.empty()) drop_link(links_.back()->peer);
+}
+
+bool DataWorker::poll_links() {
+  bool progress = false;
+  // A broken link leaves the list while we walk it.
+  for (size_t i = 0; i < links_.size();) {
+    Link& link = *links_[i];
+    progress |= link.poll();
+    if (link.broken.empty()) {
+      ++i;
+    } else {
+      break_link(link.peer, std::string(link.broken));
+    }
+  }
+  return progress;
+}
+
+}  // namespace ffi_transport

@@ -1,0 +1,102 @@
+// One progress thread per domain (NIC). It owns one data endpoint per peer (R13), posts writes in
+// fair turns, counts arriving immediates and ends transfers.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "fabric.h"
+#include "flow.h"
+#include "imm_counters.h"
+#include "packer.h"
+#include "region.h"
+#include "stats.h"
+#include "trace.h"
+#include "transfer.h"
+#include "waiter.h"
+
+namespace ffi_transport {
+
+// Writes to post, in order: units [cursor, end) of a list, from one region into one of a peer's.
+struct Job {
+  TransferPtr transfer;
+  RegionPtr source;
+  RemoteRegionPtr remote;
+  UnitList units;
+  size_t cursor = 0;
+  size_t end = 0;
+  int64_t step = 0;  // where it came from, for the trace
+  int32_t layer = -1;
+  int32_t ordinal = -1;
+};
+
+struct WorkerOptions {
+  int spin_us = 50;
+  uint64_t bytes_in_flight = 16 << 20;  // per peer
+  uint32_t posts_in_flight = 128;       // per peer
+  bool trace = false;
+};
+
+class DataWorker {
+ public:
+  // Called by the worker when a data endpoint broke, after it was closed.
+  using LinkBroken = std::function<void(int64_t peer, const std::string& reason)>;
+
+  DataWorker(size_t index, std::unique_ptr<Domain> domain, const WorkerOptions& options,
+             ImmCounters* counters, Stats* stats, std::atomic<uint64_t>* trace_order,
+             LinkBroken link_broken);
+  ~DataWorker();
+
+  // `extra` runs in every turn of the loop and says whether it did something; `extra_idle` is
+  // looked at before sleeping. The first worker reads the triggers this way.
+  void start(std::function<bool()> extra, std::function<bool()> extra_idle);
+  void stop();
+
+  Domain& domain() { return *domain_; }
+  Waiter* waiter() { return &waiter_; }
+  TraceLog* trace() { return &trace_; }
+
+  // A peer's data endpoint: opened, told where the peer's is, closed. close_link is the hard
+  // fence: when it returns nothing of the peer lands any more and nothing to it is in flight.
+  Result<std::string> open_link(int64_t peer);
+  Status connect_link(int64_t peer, const std::string& remote_name);
+  void close_link(int64_t peer);
+
+  // From any thread. The transfer fails when the peer has no link (any more).
+  void submit(Job job);
+  void submit_here(Job job);  // by the worker's own thread
+
+ private:
+  struct Link;
+  struct WriteOp;
+
+  void loop();
+  bool poll_links();
+  void drop_link(int64_t peer);
+  void break_link(int64_t peer, const std::string& reason);
+  bool idle() const;
+
+  const size_t index_;
+  const WorkerOptions options_;
+  ImmCounters* const counters_;
+  Stats* const stats_;
+  const LinkBroken link_broken_;
+  TraceLog trace_;
+
+  Waiter waiter_;
+  Inbox inbox_;
+  std::unique_ptr<Domain> domain_;
+  std::vector<std::unique_ptr<Link>> links_;  // owned and touched by the thread alone
+  ByteTurns<Link> turns_;
+  std::function<bool()> extra_, extra_idle_;
+  std::atomic<bool> stopping_{false};
+  std::thread thread_;
+};
+
+}  // namespace ffi_transport

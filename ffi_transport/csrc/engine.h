@@ -1,0 +1,131 @@
+// The transfer engine: what Python holds. It joins the layers below and owns their threads.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "control_channel.h"
+#include "data_worker.h"
+#include "event_queue.h"
+#include "fabric.h"
+#include "imm_counters.h"
+#include "loopback.h"
+#include "plan_table.h"
+#include "region.h"
+#include "stats.h"
+#include "trace.h"
+#include "transfer.h"
+#include "trigger_hub.h"
+
+namespace ffi_transport {
+
+struct EngineOptions {
+  std::string provider = "auto";
+  std::string bind = "127.0.0.1";
+  uint16_t control_port = 0;
+  std::vector<std::string> domains;  // empty: one, the provider's first
+  int spin_us = 50;
+  uint64_t bytes_in_flight = 16 << 20;
+  uint32_t posts_in_flight = 128;
+  int heartbeat_ms = 250;
+  int peer_timeout_ms = 5000;
+  uint32_t slot_bits = 20;
+  std::string libfabric_path;
+  bool trace = false;
+  LoopbackOptions loopback;  // tests delay and reorder with it
+  size_t trigger_ring = TriggerHub::kRingCapacity;
+};
+
+class Engine : private DataPlane {
+ public:
+  static Result<std::unique_ptr<Engine>> create(const EngineOptions& options,
+                                                std::optional<std::string> hello);
+  ~Engine() override;
+  void close();  // idempotent; joins all threads
+
+  const std::string& provider() const { return data_fabric_->provider(); }
+  std::string control_address() const { return control_->address(); }
+  uint64_t epoch() const { return epoch_; }
+  int index() const { return index_; }
+  int event_fd() const { return events_.fd(); }
+
+  Result<RegionPtr> register_memory(uint64_t address, uint64_t length);
+  Status deregister(int64_t region);
+  Result<std::string> descriptor(int64_t region) const;
+
+  Result<int64_t> connect(const std::string& address, double timeout_s);
+  ControlChannel& control() { return *control_; }
+  Status check_open() const;
+
+  ImmCounters& counters() { return counters_; }
+
+  Result<int64_t> open_transfer(int64_t peer, int64_t slot);
+  Status write(int64_t transfer, int64_t region, uint64_t offset, const RemoteRegion& remote,
+               uint64_t remote_offset, uint64_t length, uint64_t units);
+  Status write_paged(int64_t transfer, int64_t region, const RemoteRegion& remote, PageLists pages,
+                     const PageUnit& unit);
+  Status seal(int64_t transfer);
+  Status cancel(int64_t transfer);
+
+  struct PlanRequest {
+    int64_t transfer = 0;
+    int ordinal = 0;
+    int first_layer = 0;
+    PageLists pages;
+    PageUnit unit;
+    std::vector<RemoteRegion> remotes;
+  };
+  Status set_source_region(int ordinal, int layer, int64_t region);
+  Status add_plan(int64_t step, std::vector<int> ordinals, int layers,
+                  std::vector<PlanRequest> writes);
+  Status drop_plan(int64_t step);
+
+  std::vector<Event> poll(double timeout_s) { return events_.poll(timeout_s); }
+  std::vector<std::pair<std::string, uint64_t>> stats() const;
+  std::vector<TraceRecord> trace() const;
+
+ private:
+  explicit Engine(const EngineOptions& options);
+  Status open(std::optional<std::string> hello);
+  Result<RegionPtr> find_region(int64_t id) const;
+  Status check_remote(const RemoteRegion& remote) const;
+  Status enqueue(int64_t transfer, RegionPtr source, RemoteRegionPtr remote, UnitList units);
+  void distribute(Job job, bool on_first_worker);
+  bool read_triggers();
+
+  // DataPlane, on the control thread
+  Result<std::vector<std::string>> open_data(int64_t peer) override;
+  Status connect_data(int64_t peer, const std::vector<std::string>& names) override;
+  void close_data(int64_t peer, const std::string& reason) override;
+
+  const EngineOptions options_;
+  const uint64_t epoch_;
+  int index_ = -1;
+  std::atomic<bool> closed_{false};
+  std::mutex close_mutex_;
+
+  EventQueue events_;
+  Stats stats_;
+  std::atomic<uint64_t> trace_order_{1};
+  ImmCounters counters_;
+  TransferTable transfers_;
+  PlanTable plans_;
+
+  std::unique_ptr<Fabric> data_fabric_, control_fabric_;
+  std::vector<std::unique_ptr<DataWorker>> workers_;
+  std::unique_ptr<TriggerHub> hub_;
+  std::unique_ptr<TraceLog> trigger_trace_;
+  std::unique_ptr<ControlChannel> control_;
+
+  mutable std::mutex regions_mutex_;
+  int64_t next_region_ = 1;
+  std::unordered_map<int64_t, RegionPtr> regions_;
+};
+
+}  // namespace ffi_transport

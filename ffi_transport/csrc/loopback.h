@@ -1,0 +1,22 @@
+// A network inside the process, for unit tests and for one-process use. Bytes land when the target
+// polls, as with the software providers of libfabric. It can delay operations by a seeded random
+// number of polls, which also reorders them: nothing above may rely on order.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "fabric.h"
+
+namespace ffi_transport {
+
+struct LoopbackOptions {
+  uint64_t seed = 0;
+  uint32_t max_delay_polls = 0;  // 0: in order, at once
+  size_t pieces = 4;
+  size_t send_depth = 256;
+};
+
+std::unique_ptr<Fabric> make_loopback(const LoopbackOptions& options = {});
+
+}  // namespace ffi_transport

@@ -1,0 +1,203 @@
+#include "ofi_fabric.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+#include <set>
+
+#include "ofi_objects.h"
+
+namespace ffi_transport {
+namespace {
+
+constexpr uint32_t kApiVersion = FI_VERSION(1, 17);
+
+// In the order of choice: hardware, then the software providers by their speed.
+struct Candidate {
+  const char* name;      // as users say it
+  const char* provider;  // as libfabric lists it
+  bool ip;               // addresses are IP addresses
+  bool software;
+};
+constexpr Candidate kCandidates[] = {
+    {"efa", "efa", false, false},
+    {"verbs", "verbs;ofi_rxm", true, false},
+    {"tcp", "tcp", true, true},
+    {"net", "net", true, true},
+    {"tcp;ofi_rxm", "tcp;ofi_rxm", true, true},
+};
+
+InfoPtr make_hints(const OfiApi* api, const Candidate& candidate, bool delivery_complete) {
+  InfoPtr hints(api->dupinfo(nullptr), InfoFreer{api});
+  hints->ep_attr->type = FI_EP_RDM;
+  hints->caps = FI_MSG | FI_RMA;
+  hints->mode = FI_CONTEXT | FI_CONTEXT2 | FI_RX_CQ_DATA;
+  hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+  hints->domain_attr->threading = FI_THREAD_SAFE;
+  hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+  hints->domain_attr->cq_data_size = 4;
+  hints->tx_attr->op_flags = delivery_complete ? FI_DELIVERY_COMPLETE : 0;
+  if (candidate.ip) hints->addr_format = FI_SOCKADDR_IN;
+  hints->fabric_attr->prov_name = strdup(candidate.provider);
+  return hints;
+}
+
+// All domains that the provider offers for the bind address; empty when it does not serve.
+InfoPtr probe(const OfiApi* api, const Candidate& candidate, const std::string& bind,
+              bool* delivery_complete) {
+  for (const bool wish : {true, false}) {
+    const InfoPtr hints = make_hints(api, candidate, wish);
+    fi_info* found = nullptr;
+    const int status =
+        candidate.ip
+            ? api->getinfo(kApiVersion, bind.c_str(), nullptr, FI_SOURCE, hints.get(), &found)
+            : api->getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &found);
+    InfoPtr list(found, InfoFreer{api});
+    if (status != 0) continue;
+    for (const fi_info* info = list.get(); info; info = info->next) {
+      if (std::strcmp(info->fabric_attr->prov_name, candidate.provider) == 0 &&
+          info->domain_attr->cq_data_size >= 4) {
+        *delivery_complete = wish;
+        return list;
+      }
+    }
+  }
+  return InfoPtr(nullptr, InfoFreer{api});
+}
+
+class OfiDomain : public Domain {
+ public:
+  explicit OfiDomain(std::shared_ptr<OfiDomainState> state) : state_(std::move(state)) {}
+  const DomainLimits& limits() const override { return state_->limits; }
+  Result<std::unique_ptr<Endpoint>> open_endpoint(uint16_t port) override {
+    return open_ofi_endpoint(state_, port);
+  }
+  Result<std::unique_ptr<Registration>> register_memory(void* address, size_t length) override {
+    return register_ofi_memory(state_, address, length);
+  }
+
+ private:
+  std::shared_ptr<OfiDomainState> state_;
+};
+
+class OfiFabric : public Fabric {
+ public:
+  OfiFabric(const OfiApi* api, const Candidate& candidate, InfoPtr infos, bool delivery_complete)
+      : api_(api),
+        name_(candidate.name),
+        provider_(candidate.provider),
+        infos_(std::move(infos)),
+        delivery_complete_(delivery_complete) {}
+
+  const std::string& provider() const override { return name_; }
+
+  Result<std::unique_ptr<Domain>> open_domain(const std::string& name) override {
+    std::set<std::string> offered;
+    for (fi_info* info = infos_.get(); info; info = info->next) {
+      if (provider_ != info->fabric_attr->prov_name) continue;
+      offered.insert(info->domain_attr->name);
+      if (name.empty() || name == info->domain_attr->name) return open(info);
+    }
+    std::string text = "provider " + name_ + " has no domain '" + name + "'; it has:";
+    for (const std::string& one : offered) text += " " + one;
+    return Status(Code::kUnavailable, text);
+  }
+
+  Result<std::string> parse_address(const std::string& text) const override {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    const size_t colon = text.rfind(':');
+    uint16_t port = 0;
+    const char* end = text.data() + text.size();
+    if (colon == std::string::npos ||
+        std::from_chars(text.data() + colon + 1, end, port).ptr != end || port == 0 ||
+        inet_pton(AF_INET, text.substr(0, colon).c_str(), &address.sin_addr) != 1) {
+      return Status(Code::kInvalid, "'" + text + "' is not an address like 127.0.0.1:4321");
+    }
+    address.sin_port = htons(port);
+    return std::string(reinterpret_cast<const char*>(&address), sizeof address);
+  }
+
+  std::string format_address(std::string_view name) const override {
+    sockaddr_in address{};
+    if (name.size() < sizeof address) return "?";
+    std::memcpy(&address, name.data(), sizeof address);
+    char host[INET_ADDRSTRLEN] = "?";
+    inet_ntop(AF_INET, &address.sin_addr, host, sizeof host);
+    return std::string(host) + ":" + std::to_string(ntohs(address.sin_port));
+  }
+
+ private:
+  Status failed(const char* what, int status) const {
+    return Status(Code::kUnavailable,
+                  std::string(what) + " of provider " + name_ + ": " + api_->error(status));
+  }
+
+  Result<std::unique_ptr<Domain>> open(fi_info* info) {
+    auto state = std::make_shared<OfiDomainState>();
+    state->api = api_;
+    state->info = InfoPtr(api_->dupinfo(info), InfoFreer{api_});
+    fid_fabric* fabric = nullptr;
+    if (int status = api_->fabric(state->info->fabric_attr, &fabric, nullptr); status != 0) {
+      return failed("opening the fabric", status);
+    }
+    state->fabric.reset(fabric);
+    fid_domain* domain = nullptr;
+    if (int status = fi_domain(fabric, state->info.get(), &domain, nullptr); status != 0) {
+      return failed("opening the domain", status);
+    }
+    state->domain.reset(domain);
+    const fi_tx_attr& tx = *state->info->tx_attr;
+    DomainLimits& limits = state->limits;
+    // EFA and verbs scatter nothing (R16): there it is one piece a write.
+    limits.pieces = std::max<size_t>(1, std::min(tx.iov_limit, tx.rma_iov_limit));
+    limits.max_write = state->info->ep_attr->max_msg_size;
+    limits.send_depth = tx.size;
+    limits.receive_depth = state->info->rx_attr->size;
+    limits.local_descriptors = state->mr_mode(FI_MR_LOCAL);
+    limits.delivery_complete = delivery_complete_;
+    state->write_flags = FI_REMOTE_CQ_DATA | FI_COMPLETION |
+                         (delivery_complete_ ? FI_DELIVERY_COMPLETE : FI_TRANSMIT_COMPLETE);
+    return std::unique_ptr<Domain>(std::make_unique<OfiDomain>(std::move(state)));
+  }
+
+  const OfiApi* const api_;
+  const std::string name_, provider_;
+  const InfoPtr infos_;
+  const bool delivery_complete_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<Fabric>> open_ofi(const OfiOptions& options) {
+  auto loaded = OfiApi::load(options.library_path);
+  if (!loaded.ok()) return loaded.status();
+  const OfiApi* api = *loaded;
+  for (const Candidate& candidate : kCandidates) {
+    if (options.provider != "auto" && options.provider != candidate.name) continue;
+    if (options.software_only && !candidate.software) continue;
+    bool delivery_complete = false;
+    InfoPtr infos = probe(api, candidate, options.bind, &delivery_complete);
+    if (!infos) continue;
+    return std::unique_ptr<Fabric>(
+        std::make_unique<OfiFabric>(api, candidate, std::move(infos), delivery_complete));
+  }
+  std::string offered;
+  for (const Candidate& candidate : kCandidates) {
+    bool ignored;
+    if (probe(api, candidate, options.bind, &ignored)) {
+      offered += offered.empty() ? candidate.name : std::string(", ") + candidate.name;
+    }
+  }
+  Status::Detail detail;
+  detail.text = "libfabric " + api->version_text() + " offers no provider '" + options.provider +
+                "' for the address " + options.bind +
+                "; it offers: " + (offered.empty() ? "none" : offered);
+  detail.missing = options.provider;
+  return Status(Code::kUnavailable, std::move(detail));
+}
+
+}  // namespace ffi_transport

@@ -1,0 +1,215 @@
+#include "plan_table.h"
+
+#include <algorithm>
+
+namespace ffi_transport {
+namespace {
+
+std::string place(int ordinal, int layer) {
+  return "ordinal " + std::to_string(ordinal) + ", layer " + std::to_string(layer);
+}
+
+std::string hex(uint64_t value) {
+  char text[24];
+  std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(value));
+  return text;
+}
+
+}  // namespace
+
+void PlanTable::set_source(int ordinal, int layer, RegionPtr region) {
+  std::lock_guard lock(mutex_);
+  sources_[{ordinal, layer}] = std::move(region);
+}
+
+std::vector<std::pair<int, int>> PlanTable::forget_source(int64_t region) {
+  std::lock_guard lock(mutex_);
+  std::vector<std::pair<int, int>> places;
+  for (const auto& [key, source] : sources_) {
+    if (source->id == region) places.push_back(key);
+  }
+  for (const auto& key : places) sources_.erase(key);
+  return places;
+}
+
+RegionPtr PlanTable::source(int ordinal, int layer) const {
+  const auto it = sources_.find({ordinal, layer});
+  return it == sources_.end() ? nullptr : it->second;
+}
+
+Status PlanTable::add(int64_t number, std::vector<int> ordinals, int layers,
+                      std::vector<PlannedWrite> writes) {
+  std::lock_guard lock(mutex_);
+  const auto low = static_cast<uint32_t>(number);
+  if (steps_.contains(low)) {
+    return Status(Code::kInvalid,
+                  "step " + std::to_string(number) + ": a step with this low half is live already");
+  }
+  if (steps_.size() >= kLiveSteps) {
+    std::string live;
+    for (const auto& [key, step] : steps_) live += " " + std::to_string(step.number);
+    return Status(Code::kInvalid,
+                  "step " + std::to_string(number) + ": " + std::to_string(kLiveSteps) +
+                      " steps are live already:" + live + "; drop_plan() those that failed");
+  }
+  for (const PlannedWrite& write : writes) {
+    if (!std::ranges::count(ordinals, write.ordinal)) {
+      return Status(Code::kInvalid, "a write of ordinal " + std::to_string(write.ordinal) +
+                                        ", which is not among the step's ordinals");
+    }
+    const int end = write.first_layer + static_cast<int>(write.remotes.size());
+    if (write.first_layer < 0 || end > layers) {
+      return Status(Code::kInvalid, "a write of layers " + std::to_string(write.first_layer) +
+                                        " to " + std::to_string(end) + " in a step of " +
+                                        std::to_string(layers));
+    }
+    for (int layer = write.first_layer; layer < end; ++layer) {
+      const RegionPtr region = source(write.ordinal, layer);
+      if (!region) {
+        return Status(Code::kInvalid,
+                      "no source region was set for " + place(write.ordinal, layer));
+      }
+      const Status status = UnitList::pages(write.pages, write.unit, region->length,
+                                            write.remotes[layer - write.first_layer]->length)
+                                .status();
+      if (!status.ok()) {
+        return Status(Code::kInvalid, place(write.ordinal, layer) + ": " + status.text());
+      }
+    }
+  }
+  for (PlannedWrite& write : writes) {
+    if (!write.transfer) continue;
+    const auto outcome = write.transfer->plan(write.pages->source.size() * write.remotes.size());
+    if (outcome == Transfer::Plan::kSealed) {
+      // Only here can planning be refused by the caller's fault, and others were planned already:
+      // so this one fails, by name, instead of the whole step.
+      write.transfer->fail("a write was planned in step " + std::to_string(number) +
+                           " after the transfer was sealed");
+    }
+    if (outcome != Transfer::Plan::kPlanned) write.transfer = nullptr;
+  }
+  std::erase_if(writes, [this](const PlannedWrite& write) {
+    if (!write.transfer) bump(stats_->plan_writes_skipped);
+    return !write.transfer;
+  });
+  Step step;
+  step.number = number;
+  step.layers = layers;
+  step.left = ordinals.size() * layers;
+  step.fired.resize(step.left);
+  step.ordinals = std::move(ordinals);
+  step.writes = std::move(writes);
+  if (step.left > 0) steps_.emplace(low, std::move(step));
+  return {};
+}
+
+bool PlanTable::drop(int64_t number) {
+  Step step;
+  {
+    std::lock_guard lock(mutex_);
+    const auto it = steps_.find(static_cast<uint32_t>(number));
+    if (it == steps_.end() || it->second.number != number) return false;
+    step = std::move(it->second);
+    steps_.erase(it);
+  }
+  for (const PlannedWrite& write : step.writes) {
+    const size_t index = std::ranges::find(step.ordinals, write.ordinal) - step.ordinals.begin();
+    for (size_t i = 0; i < write.remotes.size(); ++i) {
+      if (step.fired[index * step.layers + write.first_layer + i]) continue;
+      write.transfer->fail("step " + std::to_string(number) + " was dropped before " +
+                           place(write.ordinal, write.first_layer + static_cast<int>(i)) +
+                           " was written");
+      break;
+    }
+  }
+  return true;
+}
+
+void PlanTable::fault(const char* kind, int64_t step, const TriggerRecord& record,
+                      std::string detail) {
+  bump(stats_->trigger_faults);
+  Event event;
+  event.kind = EventKind::kTriggerFault;
+  event.id = step;
+  event.first = record.layer;
+  event.second = record.ordinal;
+  event.text = kind;
+  event.payload = std::move(detail);
+  events_->push(std::move(event));
+}
+
+void PlanTable::report_overflow() {
+  TriggerRecord none;
+  none.layer = none.ordinal = -1;
+  fault(
+      "ring_overflow", -1, none,
+      "triggers came faster than they were read and some are lost: the live steps are incomplete");
+}
+
+int64_t PlanTable::fire(const TriggerRecord& record, std::vector<Job>* jobs) {
+  std::lock_guard lock(mutex_);
+  const auto it = steps_.find(record.step_low);
+  const int ordinal = record.ordinal, layer = record.layer;
+  const int64_t number =
+      it == steps_.end() ? static_cast<int32_t>(record.step_low) : it->second.number;
+  if (record.wrong_address != 0 && reported_.emplace(ordinal, layer, record.wrong_address).second) {
+    const RegionPtr region = source(ordinal, layer);
+    fault("address_changed", number, record,
+          "the cache shard is at " + hex(record.wrong_address) + ", registered at " +
+              (region ? hex(region->address) : "nowhere"));
+  }
+  if (it == steps_.end()) {
+    bump(stats_->no_plan_triggers);
+    return number;
+  }
+  Step& step = it->second;
+  const auto found = std::ranges::find(step.ordinals, ordinal);
+  if (found == step.ordinals.end() || layer < 0 || layer >= step.layers) {
+    fault("outside_plan", number, record, "the step's plan has no such ordinal or layer");
+    return number;
+  }
+  const size_t cell = (found - step.ordinals.begin()) * step.layers + layer;
+  if (step.fired[cell]) {
+    fault("repeated", number, record, "this trigger has fired before in the step");
+    return number;
+  }
+  step.fired[cell] = true;
+  const RegionPtr region = source(ordinal, layer);
+  for (const PlannedWrite& write : step.writes) {
+    const int index = layer - write.first_layer;
+    if (write.ordinal != ordinal || index < 0 || index >= static_cast<int>(write.remotes.size())) {
+      continue;
+    }
+    const RemoteRegionPtr& remote = write.remotes[index];
+    if (record.wrong_address != 0) {
+      write.transfer->fail("the cache shard of " + place(ordinal, layer) + " has moved");
+      continue;
+    }
+    // Checked when it was planned; checked again because the region may have been replaced.
+    auto units = region ? UnitList::pages(write.pages, write.unit, region->length, remote->length)
+                        : Result<UnitList>(Status(Code::kInvalid, "no source region"));
+    if (!units.ok()) {
+      write.transfer->fail(place(ordinal, layer) + ": " + units.status().text());
+      continue;
+    }
+    Job job;
+    job.transfer = write.transfer;
+    job.source = region;
+    job.remote = remote;
+    job.units = units.take();
+    job.end = job.units.size();
+    job.step = number;
+    job.layer = layer;
+    job.ordinal = ordinal;
+    jobs->push_back(std::move(job));
+  }
+  if (--step.left == 0) steps_.erase(it);
+  return number;
+}
+
+size_t PlanTable::live() const {
+  std::lock_guard lock(mutex_);
+  return steps_.size();
+}
+
+}  // namespace ffi_transport

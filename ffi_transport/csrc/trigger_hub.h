@@ -1,0 +1,87 @@
+// Between the FFI handler and the engine: a bounded ring that any number of XLA's threads push to
+// and one native thread reads, and the cache addresses that the handler compares with.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#include "stats.h"
+#include "waiter.h"
+
+namespace ffi_transport {
+
+struct TriggerRecord {
+  uint32_t step_low = 0;
+  int32_t layer = 0;
+  int32_t ordinal = 0;
+  // The address that came with the trigger, when it is not the registered one; else 0.
+  uint64_t wrong_address = 0;
+  uint64_t order = 0;  // place in the trace
+  int64_t t_ns = 0;    // 0 unless tracing
+};
+
+// Vyukov's bounded queue: a cell's sequence number says whose turn it is, so producers never wait
+// for each other's copies and never for the reader.
+class TriggerRing {
+ public:
+  explicit TriggerRing(size_t capacity_power_of_two);
+  bool push(const TriggerRecord& record);  // false: full, the record is lost
+  bool pop(TriggerRecord* record);         // by the one reader
+  bool empty() const;                      // by the one reader
+
+ private:
+  struct Cell {
+    std::atomic<uint64_t> turn;
+    TriggerRecord record;
+  };
+  const uint64_t mask_;
+  std::unique_ptr<Cell[]> cells_;
+  alignas(64) std::atomic<uint64_t> head_{0};  // next place to write
+  alignas(64) uint64_t tail_ = 0;              // next place to read
+};
+
+class TriggerHub {
+ public:
+  static constexpr int kOrdinals = 64;
+  static constexpr int kLayers = 512;
+  static constexpr size_t kRingCapacity = 1 << 14;
+
+  TriggerHub(Waiter* reader, std::atomic<uint64_t>* order, Stats* stats, bool trace,
+             size_t capacity = kRingCapacity);
+
+  // The registered address of (ordinal, layer); 0 takes it away.
+  void set_address(int ordinal, int layer, uint64_t address);
+  // Called by the FFI handler: never waits, never fails. A full ring is noted and reported.
+  void fire(int32_t step, int32_t ordinal, int32_t layer, const void* cache) noexcept;
+  bool pop(TriggerRecord* record) { return ring_.pop(record); }
+  bool empty() const { return ring_.empty() && !overflowed_.load(std::memory_order_seq_cst); }
+  // True once after records were lost.
+  bool take_overflow() { return overflowed_.exchange(false, std::memory_order_acq_rel); }
+
+ private:
+  TriggerRing ring_;
+  Waiter* reader_;
+  std::atomic<uint64_t>* order_;
+  Stats* stats_;
+  const bool trace_;
+  std::atomic<bool> overflowed_{false};
+  std::unique_ptr<std::atomic<uint64_t>[]> addresses_;
+};
+
+// The process-wide table through which a compiled program finds its engine. An index is not given
+// out again while others are free, so that an old program cannot trigger a new engine.
+class TriggerRegistry {
+ public:
+  static constexpr int kEngines = 1024;
+  // -1 when every index is taken.
+  static int add(TriggerHub* hub);
+  // After it returned no handler uses the hub any more.
+  static void remove(int index);
+  // By the handler. A trigger of a closed engine is dropped.
+  static void fire(int32_t index, int32_t step, int32_t ordinal, int32_t layer,
+                   const void* cache) noexcept;
+};
+
+}  // namespace ffi_transport

@@ -1,0 +1,325 @@
+"""The transfer engine: registered memory, peers, transfers, counters, step plans, events.
+
+Everything that waits releases the GIL, and the native threads never take it.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffi_transport import _native
+from ffi_transport.errors import FabricUnavailable
+from ffi_transport.types import (
+    TRACE_DTYPE,
+    CounterOvershoot,
+    CounterReached,
+    EngineConfig,
+    Event,
+    MemoryRegion,
+    MessageReceived,
+    PageList,
+    PageUnit,
+    PeerConnected,
+    PeerLostEvent,
+    PlanWrite,
+    RemoteRegion,
+    TransferEnded,
+    TriggerFault,
+)
+
+LIBFABRIC_VARIABLE = "JAXDISAGG_LIBFABRIC"
+"""The environment variable that names the library where EngineConfig.libfabric_path does not."""
+
+_OUTCOMES: tuple[Literal["completed", "cancelled", "failed"], ...] = (
+    "completed",
+    "cancelled",
+    "failed",
+)
+
+# By ffi_transport::EventKind. The arguments are those of _native.Engine.poll.
+_EVENTS: "tuple[Callable[[_native.EventTuple], Event], ...]" = (
+    lambda e: PeerConnected(e[1], e[8], e[9]),
+    lambda e: PeerLostEvent(e[1], e[8], e[7]),
+    lambda e: MessageReceived(e[1], e[9]),
+    lambda e: TransferEnded(e[2], e[1], _OUTCOMES[e[6]], e[8], e[3], e[4], e[5]),
+    lambda e: CounterReached(e[2], e[3]),
+    lambda e: CounterOvershoot(e[2], e[3], e[4]),
+    lambda e: TriggerFault(e[8], e[2], e[3], e[4], e[9].decode()),
+)
+
+_NATIVE_TRACE = np.dtype(
+    [
+        ("order", "u8"),
+        ("t_ns", "i8"),
+        ("kind", "i4"),
+        ("layer", "i4"),
+        ("step", "i8"),
+        ("transfer", "i8"),
+        ("bytes", "i8"),
+        ("ordinal", "i4"),
+        ("reserved", "i4"),
+    ]
+)
+_TRACE_KINDS = np.array([b"trigger", b"post", b"complete"], "S12")
+
+
+def _pages(name: str, pages: PageList) -> NDArray[np.uint32]:
+    array = np.asarray(pages)
+    if array.ndim != 1:
+        raise ValueError(f"{name}: an array of shape {array.shape}, not of one dimension")
+    if array.dtype == np.uint32:
+        return np.ascontiguousarray(array)
+    if array.size == 0:
+        return np.zeros(0, np.uint32)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name}: pages are integers, not {array.dtype}")
+    if array.min() < 0 or array.max() > 0xFFFFFFFF:
+        raise ValueError(f"{name}: pages {array.min()} to {array.max()} are not in 0..2^32-1")
+    return np.ascontiguousarray(array, np.uint32)
+
+
+def _unit(unit: PageUnit) -> tuple[int, int, int, int, int]:
+    values = (
+        unit.source_page_bytes,
+        unit.source_offset,
+        unit.destination_page_bytes,
+        unit.destination_offset,
+        unit.length,
+    )
+    if min(values) < 0:
+        raise ValueError(f"a negative number in {unit}")
+    return values
+
+
+def _resolve(address: str) -> str:
+    """host:port with the host as an IPv4 address, as the native side wants it."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or host == "loopback":
+        return address
+    try:
+        return f"{socket.gethostbyname(host)}:{port}"
+    except OSError as error:
+        raise FabricUnavailable(f"the host of {address!r} is not known: {error}") from error
+
+
+class TransferEngine:
+    """Moves pages between processes and counts them.
+
+    A context manager; every method is thread-safe. Raises FabricUnavailable when libfabric, the provider or the port cannot be had. `hello` is what
+    peers read in this node's HELLO; with None nobody is greeted until set_hello.
+    """
+
+    def __init__(self, config: EngineConfig, hello: bytes | None = b"") -> None:
+        values: dict[str, Any] = asdict(config)
+        values["domains"] = list(config.domains)
+        values["libfabric_path"] = config.libfabric_path or os.environ.get(LIBFABRIC_VARIABLE, "")
+        self.config = config
+        self._native = _native.make_engine(values, hello)
+        self.provider = self._native.provider
+        self.control_address = self._native.control_address
+        self.epoch = self._native.epoch
+        self.index = self._native.index
+        self.event_fd = self._native.event_fd
+
+    def close(self) -> None:
+        """Say goodbye, close every endpoint, end every transfer and thread. Idempotent."""
+        self._native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- memory ------------------------------------------------------------------------------
+
+    def register_memory(self, address: int, length: int) -> MemoryRegion:
+        """Let peers write `length` bytes at `address`, which must outlive the registration.
+
+        Raises RegistrationFailed when the provider refuses it.
+        """
+        id, descriptor = self._native.register_memory(address, length)
+        return MemoryRegion(id, address, length, descriptor)
+
+    def deregister(self, region: MemoryRegion) -> None:
+        """Forget a region. RegistrationFailed while writes read from it.
+
+        With TCP providers this alone stops no writer: fence the peers that know it first.
+        """
+        self._native.deregister(region.id)
+
+    # ---- peers -------------------------------------------------------------------------------
+
+    def connect(self, control_address: str, timeout_s: float) -> int:
+        """Greet the engine at host:port and return its peer id.
+
+        Raises TransferTimeout when nobody answers in time, ProtocolError when it refuses.
+        """
+        return self._native.connect(_resolve(control_address), timeout_s)
+
+    def peer_hello(self, peer: int) -> bytes:
+        """What the application at the peer put into its HELLO. PeerLost if it is gone."""
+        return self._native.peer_hello(peer)
+
+    def set_hello(self, hello: bytes) -> None:
+        """What later HELLOs say; peers that greeted while there was none are answered now."""
+        self._native.set_hello(hello)
+
+    def send(self, peer: int, payload: bytes) -> None:
+        """Queue a message of at most 64 MiB; it arrives whole and in order. Never waits.
+
+        Raises PeerLost if the peer is gone, TransferTimeout if 128 MiB wait for it already.
+        """
+        self._native.send(peer, payload)
+
+    def fence(self, peer: int) -> None:
+        """Hard fence: when this returns, nothing of the peer lands here and nothing goes to it.
+
+        Its transfers end as failed, then PeerLostEvent comes, on the peer's side too. Nothing
+        happens to a peer that is lost already.
+        """
+        self._native.fence(peer)
+
+    def disconnect(self, peer: int) -> None:
+        """Say goodbye after the messages queued so far, waiting at most a second.
+
+        Its transfers end as failed. This side gets no PeerLostEvent, the peer does.
+        """
+        self._native.disconnect(peer)
+
+    # ---- counters ----------------------------------------------------------------------------
+
+    def arm(self, slot: int, expected: int, *, adopt_early: bool = False) -> None:
+        """Expect `expected` units on a slot; CounterReached follows when they have landed.
+
+        Units that came while the slot was not armed are stale and dropped, or counted with
+        `adopt_early`. A ValueError if the slot is armed.
+        """
+        self._native.arm(slot, expected, adopt_early)
+
+    def disarm(self, slot: int) -> None:
+        """Forget a slot's count; later units on it are stale."""
+        self._native.disarm(slot)
+
+    def seen(self, slot: int) -> int:
+        """Units counted on the slot so far."""
+        return self._native.seen(slot)
+
+    # ---- transfers ---------------------------------------------------------------------------
+
+    def open_transfer(self, peer: int, slot: int) -> int:
+        """Begin a group of writes that count on the peer's `slot`. PeerLost if it is gone."""
+        return self._native.open_transfer(peer, slot)
+
+    def write(
+        self,
+        transfer: int,
+        region: MemoryRegion,
+        offset: int,
+        remote: RemoteRegion,
+        remote_offset: int,
+        length: int,
+        units: int = 1,
+    ) -> None:
+        """Post `length` bytes that count as `units` units (each of at most 1 MiB).
+
+        On a transfer that has ended nothing happens; its TransferEnded says why. A ValueError if a
+        range leaves its region or the transfer is sealed.
+        """
+        self._native.write(
+            transfer, region.id, offset, remote.descriptor, remote_offset, length, units
+        )
+
+    def write_paged(
+        self,
+        transfer: int,
+        region: MemoryRegion,
+        remote: RemoteRegion,
+        source_pages: PageList,
+        destination_pages: PageList,
+        unit: PageUnit,
+    ) -> None:
+        """Post source_pages[i] -> destination_pages[i] for all i; one unit each. As `write`."""
+        self._native.write_paged(
+            transfer,
+            region.id,
+            remote.descriptor,
+            _pages("source_pages", source_pages),
+            _pages("destination_pages", destination_pages),
+            _unit(unit),
+        )
+
+    def seal(self, transfer: int) -> None:
+        """No more is planned: the transfer completes when everything planned has landed."""
+        self._native.seal(transfer)
+
+    def cancel_transfer(self, transfer: int) -> None:
+        """Post nothing more; TransferEnded(cancelled) follows when what was posted has drained."""
+        self._native.cancel_transfer(transfer)
+
+    # ---- step plans --------------------------------------------------------------------------
+
+    def set_source_region(self, ordinal: int, layer: int, region: MemoryRegion) -> None:
+        """The cache shard of a device and layer: triggers read from it and compare its address."""
+        self._native.set_source_region(ordinal, layer, region.id)
+
+    def add_plan(
+        self, step: int, ordinals: int | Iterable[int], layers: int, writes: Sequence[PlanWrite]
+    ) -> None:
+        """What the triggers of a step post; before the step is dispatched.
+
+        `step` is a 64-bit number whose low half the program carries; `ordinals` a number of devices
+        or their ordinals. The plan is freed when every (ordinal, layer) has fired. At most four
+        steps are live. A ValueError if a page leaves its region or a source region is missing.
+        """
+        native = []
+        for write in writes:
+            if len(write.remotes) != write.layers:
+                raise ValueError(f"{len(write.remotes)} remotes for {write.layers} layers")
+            native.append(
+                (
+                    write.transfer,
+                    write.ordinal,
+                    write.first_layer,
+                    _pages("source_pages", write.source_pages),
+                    _pages("destination_pages", write.destination_pages),
+                    _unit(write.unit),
+                    [remote.descriptor for remote in write.remotes],
+                )
+            )
+        devices = list(range(ordinals)) if isinstance(ordinals, int) else list(ordinals)
+        self._native.add_plan(step, devices, layers, native)
+
+    def drop_plan(self, step: int) -> None:
+        """The step failed: transfers with writes that have not fired end as failed."""
+        self._native.drop_plan(step)
+
+    # ---- events ------------------------------------------------------------------------------
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Wait for events at most `timeout_s` seconds and take all that are there, in order."""
+        return [_EVENTS[event[0]](event) for event in self._native.poll(timeout_s)]
+
+    def counters(self) -> dict[str, int]:
+        """Numbers since the start: see csrc/stats.h for each one's meaning."""
+        return self._native.counters()
+
+    def trace(self) -> NDArray[Any]:
+        """What was recorded with `trace=True`, in order, as an array of TRACE_DTYPE."""
+        native = np.frombuffer(self._native.trace(), _NATIVE_TRACE)
+        out = np.zeros(len(native), TRACE_DTYPE)
+        for name in ("order", "t_ns", "step", "layer", "ordinal", "transfer", "bytes"):
+            out[name] = native[name]
+        out["kind"] = _TRACE_KINDS[native["kind"]]
+        return out

@@ -1,0 +1,235 @@
+"""Plain data of the transfer engine: its configuration, memory, plans and events."""
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+PROVIDERS = ("auto", "efa", "verbs", "tcp", "net", "tcp;ofi_rxm", "loopback")
+MAX_UNIT_BYTES = 1 << 20
+"""A unit is at most this long; a larger page is planned as several units."""
+
+PageList = NDArray[np.uint32] | Sequence[int]
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name}: {value} is not in {low}..{high}")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine is opened; a bad field is a ValueError that names it.
+
+    `provider`: "auto" takes the first that the machine offers of efa, verbs, tcp, net and
+    tcp;ofi_rxm; "loopback" stays within the process. `bind` is this node's IPv4 address as peers
+    reach it. `control_port` is where peers say HELLO; 0 takes a free one. `domains` names the NICs
+    to spread writes over; () is the provider's first. `spin_us` is how long a thread looks for work
+    before it sleeps. `bytes_in_flight` and `posts_in_flight` bound the writes on their way to one
+    peer. `peer_timeout_ms` of silence is a lost peer. `slot_bits` of the 32-bit immediate number
+    the counters. `libfabric_path` is a library to load instead of the system's (or of the one that
+    the environment variable JAXDISAGG_LIBFABRIC names). `trace` records triggers, posts and
+    completions.
+    """
+
+    provider: str = "auto"
+    bind: str = "127.0.0.1"
+    control_port: int = 0
+    domains: tuple[str, ...] = ()
+    spin_us: int = 50
+    bytes_in_flight: int = 16 << 20
+    posts_in_flight: int = 128
+    heartbeat_ms: int = 250
+    peer_timeout_ms: int = 5000
+    slot_bits: int = 20
+    libfabric_path: str | None = None
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        if self.provider not in PROVIDERS:
+            raise ValueError(f"provider: {self.provider!r} is none of {', '.join(PROVIDERS)}")
+        try:
+            address = ipaddress.IPv4Address(self.bind)
+        except ValueError:
+            raise ValueError(f"bind: {self.bind!r} is not an IPv4 address") from None
+        if address.is_unspecified:
+            raise ValueError(f"bind: {self.bind} is no address that a peer can connect to")
+        _check_range("control_port", self.control_port, 0, 65535)
+        _check_range("spin_us", self.spin_us, 0, 1_000_000)
+        _check_range("bytes_in_flight", self.bytes_in_flight, 1, 1 << 40)
+        _check_range("posts_in_flight", self.posts_in_flight, 1, 65536)
+        _check_range("heartbeat_ms", self.heartbeat_ms, 1, 60_000)
+        _check_range("peer_timeout_ms", self.peer_timeout_ms, 1, 3_600_000)
+        _check_range("slot_bits", self.slot_bits, 1, 20)
+        if self.peer_timeout_ms <= self.heartbeat_ms:
+            raise ValueError(
+                f"peer_timeout_ms: {self.peer_timeout_ms} must exceed heartbeat_ms "
+                f"{self.heartbeat_ms}"
+            )
+        _check_range("domains", len(self.domains), 0, 64)
+
+
+@dataclass(frozen=True)
+class MemoryRegion:
+    """Memory of this process that peers may write: `length` bytes at `address`.
+
+    `descriptor` goes to peers, which make a RemoteRegion of it.
+    """
+
+    id: int
+    address: int
+    length: int
+    descriptor: bytes
+
+    def remote(self) -> "RemoteRegion":
+        """The region as a peer sees it."""
+        return RemoteRegion(self.descriptor, self.length)
+
+
+@dataclass(frozen=True)
+class RemoteRegion:
+    """A peer's registered memory: the `descriptor` that it announced, of `length` bytes."""
+
+    descriptor: bytes
+    length: int
+
+
+@dataclass(frozen=True)
+class PageUnit:
+    """Where one unit lies within a page on each side, in bytes.
+
+    Page p of the source starts at p * `source_page_bytes`; the unit is `length` bytes (at most
+    MAX_UNIT_BYTES) from `source_offset` in it. The destination likewise.
+    """
+
+    source_page_bytes: int
+    source_offset: int
+    destination_page_bytes: int
+    destination_offset: int
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class PlanWrite:
+    """The same pages of several layers from one device: what its triggers post.
+
+    `source_pages` and `destination_pages` are uint32 arrays [n]; `remotes` has one region for each
+    of the `layers` layers from `first_layer`. It counts n * `layers` units.
+    """
+
+    transfer: int
+    ordinal: int
+    first_layer: int
+    layers: int
+    source_pages: PageList
+    destination_pages: PageList
+    unit: PageUnit
+    remotes: tuple[RemoteRegion, ...]
+
+
+@dataclass(frozen=True)
+class PeerConnected:
+    """A peer has greeted this engine and was accepted. The side that connected gets no event."""
+
+    peer: int
+    address: str
+    hello: bytes
+
+
+@dataclass(frozen=True)
+class PeerLostEvent:
+    """A peer is gone. Its data endpoints are closed and its transfers have ended before this.
+
+    `elapsed_s` is the time since it was last heard.
+    """
+
+    peer: int
+    reason: str
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class MessageReceived:
+    """A control message, complete and in its sender's order."""
+
+    peer: int
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class TransferEnded:
+    """A transfer has ended and none of its writes is in flight any more.
+
+    `bytes` and `units_done` were acknowledged as landed; `units_planned` were asked for. `error`
+    says why it failed.
+    """
+
+    transfer: int
+    peer: int
+    status: Literal["completed", "cancelled", "failed"]
+    error: str
+    units_done: int
+    units_planned: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CounterReached:
+    """All `count` units that the slot was armed for have landed."""
+
+    slot: int
+    count: int
+
+
+@dataclass(frozen=True)
+class CounterOvershoot:
+    """More units came for a slot than were expected: a protocol error. Reported once a slot."""
+
+    slot: int
+    expected: int
+    seen: int
+
+
+@dataclass(frozen=True)
+class TriggerFault:
+    """A trigger that cannot be what the plan meant.
+
+    `kind` is address_changed (the cache shard is not where it was registered), repeated,
+    outside_plan, or ring_overflow (triggers were lost; step, layer and ordinal are -1).
+    """
+
+    kind: str
+    step: int
+    layer: int
+    ordinal: int
+    detail: str
+
+
+Event = (
+    PeerConnected
+    | PeerLostEvent
+    | MessageReceived
+    | TransferEnded
+    | CounterReached
+    | CounterOvershoot
+    | TriggerFault
+)
+
+TRACE_DTYPE = np.dtype(
+    [
+        ("order", "u8"),
+        ("t_ns", "i8"),
+        ("kind", "S12"),
+        ("step", "i8"),
+        ("layer", "i4"),
+        ("ordinal", "i4"),
+        ("transfer", "i8"),
+        ("bytes", "i8"),
+    ]
+)
+"""One record of a trace. `kind` is b"trigger", b"post" or b"complete"; `step` the step's number
+(its low half for a trigger without a plan; 0 for a write outside a step); layer, ordinal and
+transfer are -1 where there is none."""
