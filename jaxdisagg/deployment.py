@@ -137,14 +137,12 @@ class Deployment:
                     )
 
     def _wait_connected(self, deadline: float) -> None:
-        """Wait until each decode node is connected to a prefill node."""
-        for node in self.nodes:
-            while node.config.role != "prefill":
-                answer = httpx.get(f"{node.url}/health", timeout=5.0)
-                if answer.status_code == 200:
-                    break
+        """Wait until each decode node is connected to a prefill node, and the router knows."""
+        answering = {n.config.id: n.url for n in self.nodes if n.config.role != "prefill"}
+        for name, url in (answering | {"router": self.url}).items():
+            while (answer := httpx.get(f"{url}/health", timeout=5.0)).status_code != 200:
                 if time.monotonic() > deadline:
-                    raise DeploymentError(f"{node.config.id}: {answer.text}")
+                    raise DeploymentError(f"{name}: {answer.text}")
                 time.sleep(0.05)
 
     def ended(self) -> list[NodeProcess]:
