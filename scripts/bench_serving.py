@@ -123,8 +123,14 @@ def _cell(row: dict[str, Any], keys: tuple[str, ...], form: str) -> str:
     values = [row.get(key) for key in keys]
     if all(value is None for value in values):
         return ""
-    texts = ("-" if v is None else form.format(v) if isinstance(v, float) else v for v in values)
-    return "/".join(map(str, texts))
+    return "/".join(_number(value, form) for value in values)
+
+
+def _number(value: float | None, form: str) -> str:
+    if value is None:
+        return "-"
+    whole = isinstance(value, int) or (value >= 100 and "x" not in form)
+    return f"{value:.0f}" if whole else form.format(value)
 
 
 def main(
