@@ -75,12 +75,12 @@ def smollm2_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """From the name of a case in support/golden_cases.py to its random model, written once."""
+    """From a name in support/golden_cases.MODELS to the folder of that model, written once."""
 
     @functools.cache
     def write(name: str) -> Path:
         golden_cases = importlib.import_module("golden_cases")
-        config, seed = golden_cases.CASES[name]
+        config, seed = golden_cases.MODELS[name]
         folder = tmp_path_factory.mktemp("goldens") / name
         script = load_script("make_checkpoint")
         script.write_checkpoint(folder, config, std=golden_cases.STD, seed=seed)

@@ -5,11 +5,11 @@ project's environment, this one needs torch 2.13 for CPU, transformers 5.24, num
 nothing of ours). Writes one .npz per model into goldens/ beside this file:
 
   tokens_I      prompt I, int32 [L]
-  logits_I      f32 [L, V], of the whole prompt in one pass (not for SmolLM2)
+  logits_I      f32 [L, V], of the whole prompt in one pass (random models of CASES only)
   greedy_I      int32 [new tokens], continued one by one with a cache
   logprobs_I    f32 [new tokens], of those tokens
-  first_I       f32 [V] log-softmax of the first new token (for SmolLM2 its 20 best: first_ids_I,
-                first_logprobs_I)
+  first_I       f32 [V] log-softmax of the first new token (for SmolLM2 its 20 best and for the
+                serving model its 5 best: first_ids_I, first_logprobs_I)
   fingerprint   of the weights, as models.checkpoint.weights_fingerprint gives it
   gap           the smallest difference, over the greedy tokens, of the best two logits
 """
@@ -25,8 +25,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "support"))
 
-from golden_cases import CASES, NEW_TOKENS, PROMPT_LENGTHS, VOCAB  # noqa: E402
+from golden_cases import (  # noqa: E402
+    CASES,
+    NEW_TOKENS,
+    PROMPT_LENGTHS,
+    SERVING,
+    SERVING_BEST,
+    SERVING_LENGTHS,
+    SERVING_PER_LENGTH,
+    VOCAB,
+)
 
+SMALLEST_GAP = 2e-3  # prompts of the serving model with a closer call than this are drawn again
 SMOLLM2_NEW_TOKENS = 32
 SMOLLM2_BEST = 20
 SMOLLM2_PROMPTS = (
@@ -106,6 +116,37 @@ def random_model(folder: Path) -> dict[str, np.ndarray]:
 
 
 @torch.no_grad()
+def serving_model(folder: Path) -> dict[str, np.ndarray]:
+    model = load(folder)
+    out: dict[str, np.ndarray] = {"fingerprint": np.array(fingerprint(folder))}
+    gaps: list[float] = []
+    for length in SERVING_LENGTHS:
+        rng = np.random.default_rng(length)
+        kept = 0
+        while kept < SERVING_PER_LENGTH:
+            ids = rng.integers(0, VOCAB, length).tolist()
+            result = greedy(model, ids, NEW_TOKENS)
+            gap = result.pop("gap")
+            if gap >= SMALLEST_GAP:
+                store_generation(out, len(gaps), ids, result, SERVING_BEST)
+                gaps.append(gap)
+                kept += 1
+    out["gap"] = np.min(gaps)
+    return out
+
+
+def store_generation(
+    out: dict[str, np.ndarray], i: int, ids: list[int], result: dict[str, np.ndarray], best: int
+) -> None:
+    """Prompt i and its continuation, of the first token's distribution the best alone."""
+    top = torch.tensor(result.pop("first")).topk(best)
+    out[f"tokens_{i}"] = np.array(ids, np.int32)
+    out[f"first_ids_{i}"] = top.indices.numpy().astype(np.int32)
+    out[f"first_logprobs_{i}"] = top.values.numpy()
+    out.update({f"{name}_{i}": value for name, value in result.items()})
+
+
+@torch.no_grad()
 def smollm2(folder: Path, print_of: str) -> dict[str, np.ndarray]:
     model, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder)
     prompts = [tokenizer(text).input_ids for text in SMOLLM2_PROMPTS]
@@ -118,11 +159,7 @@ def smollm2(folder: Path, print_of: str) -> dict[str, np.ndarray]:
     for i, ids in enumerate(prompts):
         result = greedy(model, ids, SMOLLM2_NEW_TOKENS)
         gaps.append(result.pop("gap"))
-        best = torch.tensor(result.pop("first")).topk(SMOLLM2_BEST)
-        out[f"tokens_{i}"] = np.array(ids, np.int32)
-        out[f"first_ids_{i}"] = best.indices.numpy().astype(np.int32)
-        out[f"first_logprobs_{i}"] = best.values.numpy()
-        out |= {f"{name}_{i}": value for name, value in result.items()}
+        store_generation(out, i, ids, result, SMOLLM2_BEST)
         print(repr(tokenizer.decode(ids)), "->", repr(tokenizer.decode(result["greedy"])))
     out["gap"] = np.min(gaps)
     return out
@@ -142,6 +179,7 @@ def main() -> None:
     args = parser.parse_args()
     for name in CASES:
         save(name, random_model(args.checkpoints / name))
+    save(SERVING, serving_model(args.checkpoints / SERVING))
     if args.smollm2:
         save("smollm2", smollm2(args.smollm2, fingerprint(args.checkpoints / "smollm2")))
 

@@ -92,3 +92,41 @@ CASES = {
         5,
     ),
 }
+
+# The model of the end-to-end tests, whose goldens golden_serving.py reads: pages of 16 tokens and
+# chunks of 64 meet prompts on both sides of their edges.
+SERVING = "qwen3_serving"
+SERVING_LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 128, 193)
+SERVING_PER_LENGTH = 6
+SERVING_BEST = 5
+
+# Every model that `golden_folder` writes; those not in CASES have other goldens, or none.
+MODELS = {
+    **CASES,
+    SERVING: (
+        {
+            **_QWEN3,
+            "head_dim": 32,
+            "max_position_embeddings": 1024,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": False,
+            "torch_dtype": "float32",
+        },
+        6,
+    ),
+    # No goldens: layers that take some milliseconds each, to see transfers overlap with compute.
+    "qwen3_deep": (
+        {
+            **_QWEN3,
+            "hidden_size": 512,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 12,
+            "head_dim": 64,
+            "max_position_embeddings": 4096,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": False,
+            "torch_dtype": "float32",
+        },
+        7,
+    ),
+}

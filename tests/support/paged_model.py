@@ -14,7 +14,7 @@ from models.registry import load_config
 from models.sharding import DEFAULT_RULES
 
 PAGE_SIZE = 16
-WIDTH = 8  # pages per row
+WIDTH = 14  # pages per row
 ROWS = 8  # per dp rank
 TOKENS = 128  # per dp rank and prefill step
 
