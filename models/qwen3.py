@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from models import hf_config
-from models.attention import GQAttention, call_hook, write_and_attend
+from models.attention import GQAttention, call_hook, output_projection, write_and_attend
 from models.interface import (
     Caches,
     CacheSpec,
@@ -224,7 +224,7 @@ class DenseFamily:
                 mode=mode,
                 scale=config.head_dim**-0.5,
             )
-            x = x + reduced(jnp.einsum("tnh,nhd->td", out, p("attention.o")))
+            x = x + reduced(output_projection(out, p("attention.o")))
             x = call_hook(hook, hook_operands, x, cache, layer, mesh=mesh, rules=rules)
             h = norm(x, p("mlp_norm.scale"))
             x = x + reduced(gated_mlp(h, p("mlp.gate"), p("mlp.up"), p("mlp.down")))

@@ -21,19 +21,25 @@ def pad_table(page_table: jax.Array, block: int) -> jax.Array:
 
 def read_block(
     cache: jax.Array, pages: jax.Array, first: jax.Array, lengths: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """K and V of some consecutive pages of each row, in f32.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """K and V of some consecutive pages of each row, and which of their tokens are live.
 
     cache [P, K, 2, Z, H]; pages [R, M] page ids of the pages `first`, first+1, ... of each row;
-    lengths [R]. Returns (kv [R, K, 2, M*Z, H] f32, live [R, M*Z]). Tokens at or past a row's length
-    are zeros, whatever their page holds, and pages that lie wholly past it are not read.
+    lengths [R]. Returns (k [R, K, M*Z, H], v alike, live [R, M*Z]) in the cache's dtype. Tokens at
+    or past a row's length are not live: their v is zero whatever the page holds, since a weight of
+    0 would keep a NaN, and their k is arbitrary, since the caller replaces their scores. Pages that
+    lie wholly past the length are not read.
     """
     rows, count = pages.shape
     _, heads, _, page_size, head_dim = cache.shape
     starts = (first + jnp.arange(count)) * page_size
     pages = jnp.where(starts[None, :] < lengths[:, None], pages, 0)
-    kv = cache.at[pages].get(mode="clip").transpose(0, 2, 3, 1, 4, 5)
-    kv = kv.reshape(rows, heads, 2, count * page_size, head_dim)
+    # Gathering (page, head, K or V) slices puts a head's tokens side by side without a transpose.
+    slices = cache.reshape(-1, page_size, head_dim)
+    k_index = (pages[:, None, :] * heads + jnp.arange(heads)[:, None]) * 2  # [R, K, M]
+    shape = (rows, heads, count * page_size, head_dim)
+    k = slices.at[k_index].get(mode="clip").reshape(shape)
+    v = slices.at[k_index + 1].get(mode="clip").reshape(shape)
     positions = first * page_size + jnp.arange(count * page_size)
     live = positions[None, :] < lengths[:, None]
-    return jnp.where(live[:, None, None, :, None], kv, 0).astype(jnp.float32), live
+    return k, jnp.where(live[:, None, :, None], v, 0), live

@@ -24,13 +24,14 @@ def gqa_decode(
     def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, acc = carry  # [B, K, G], [B, K, G], [B, K, G, H]
         pages = lax.dynamic_slice_in_dim(table, i * block, block, axis=1)
-        kv, live = read_block(cache, pages, i * block, lengths)
-        scores = jnp.einsum("bkgh,bksh->bkgs", grouped, kv[:, :, 0])
+        k, v, live = read_block(cache, pages, i * block, lengths)
+        k, v = k.astype(jnp.float32), v.astype(jnp.float32)  # so few rows gain nothing from bf16
+        scores = jnp.einsum("bkgh,bksh->bkgs", grouped, k)
         scores = jnp.where(live[:, None, None, :], scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
         decay = jnp.exp(top - new_top)
-        out = jnp.einsum("bkgs,bksh->bkgh", weights, kv[:, :, 1])
+        out = jnp.einsum("bkgs,bksh->bkgh", weights, v)
         return new_top, total * decay + weights.sum(-1), acc * decay[..., None] + out
 
     blocks = (lengths.max() + block * page_size - 1) // (block * page_size)
