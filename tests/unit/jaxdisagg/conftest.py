@@ -44,12 +44,18 @@ class FakeEngine:
     missing: str | None = None
     info: EngineInfo = field(default_factory=lambda: EngineInfo("tiny", 262, 100, 5, "decode"))
     requests: list[GenerationRequest] = field(default_factory=list)
+    generators: list[AsyncGenerator[TokenOutput]] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
     permits: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput]:
+        # Kept, so that only an explicit close can end it, never the garbage collector.
+        self.generators.append(self._generate(request))
+        return self.generators[-1]
+
+    async def _generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput]:
         self.requests.append(request)
         self._notify()
         finished = False

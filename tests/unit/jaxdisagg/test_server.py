@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from jaxdisagg.metrics import flatten
-from jaxdisagg.server import bind
+from jaxdisagg.server import bind, create_app, create_status_app
 
 
 async def test_models(client, engine):
@@ -58,8 +58,6 @@ async def test_metrics(client):
 
 
 async def test_two_apps_in_one_process_count_apart(client, make_engine, tiny_tokenizer):
-    from jaxdisagg.server import create_app
-
     await client.post("/v1/completions", json={"prompt": "abc"})
     transport = httpx.ASGITransport(create_app(make_engine(), tiny_tokenizer))
     async with httpx.AsyncClient(transport=transport, base_url="http://other") as other:
@@ -92,3 +90,18 @@ async def test_served_over_a_socket(node, serve):
     async with httpx.AsyncClient() as client:
         with pytest.raises(httpx.ConnectError):
             await client.get(f"{url}/health")
+
+
+async def test_a_status_app_shows_a_node_without_an_api(serve):
+    ready = [(False, "warm-up has not ended")]
+    app = create_status_app(lambda: {"pages": {"free": 3}}, lambda: ready[0])
+    async with serve(app) as url, httpx.AsyncClient(base_url=url) as client:
+        response = await client.get("/health")
+        assert (response.status_code, response.json()["missing"]) == (503, "warm-up has not ended")
+        ready[0] = (True, "")
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        assert (await client.get("/debug/state")).json() == {"pages": {"free": 3}}
+        assert (
+            'jaxdisagg_engine_state{name="pages.free"} 3.0' in (await client.get("/metrics")).text
+        )
+        assert (await client.post("/v1/completions", json={})).status_code == 404
