@@ -111,8 +111,9 @@ def _resolve(address: str) -> str:
 class TransferEngine:
     """Moves pages between processes and counts them.
 
-    A context manager; every method is thread-safe. Raises FabricUnavailable when libfabric, the provider or the port cannot be had. `hello` is what
-    peers read in this node's HELLO; with None nobody is greeted until set_hello.
+    A context manager; every method is thread-safe. Raises FabricUnavailable when libfabric, the
+    provider or the port cannot be had. `hello` is what peers read in this node's HELLO; with None
+    nobody is greeted until set_hello.
     """
 
     def __init__(self, config: EngineConfig, hello: bytes | None = b"") -> None:

@@ -15,7 +15,8 @@ namespace ffi_transport {
 
 // Fragments that may be on their way without having been acknowledged.
 constexpr uint64_t kWindow = 128;
-constexpr size_t kMaxQueuedBytes = 128 << 20;
+// Above what ControlChannel::send lets through, so that nothing it accepted is refused here.
+constexpr size_t kMaxQueuedBytes = 192 << 20;
 
 struct Message {
   MessageKind kind = MessageKind::kUser;

@@ -1,5 +1,6 @@
 #include "control_wire.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 
@@ -80,7 +81,7 @@ size_t write_packet(const PacketHeader& header, std::string_view payload, std::s
   put(out, 52, header.message_bytes);
   put(out, 56, static_cast<uint32_t>(payload.size()));
   put(out, 60, uint32_t{0});
-  std::memcpy(out.data() + kHeaderBytes, payload.data(), payload.size());
+  std::ranges::copy(payload, out.begin() + kHeaderBytes);
   return kHeaderBytes + payload.size();
 }
 

@@ -3,6 +3,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <charconv>
 #include <cstring>
@@ -277,7 +278,7 @@ class LoopbackEndpoint : public Endpoint {
       got.context = receive.context;
       got.error = fits ? 0 : EMSGSIZE;
       got.length = fits ? flight.message.size() : receive.length;
-      std::memcpy(receive.data, flight.message.data(), got.length);
+      std::copy_n(flight.message.data(), got.length, static_cast<char*>(receive.data));
       out[(*count)++] = got;
       complete(flight, 0);
     }

@@ -1,0 +1,318 @@
+#include <cstring>
+
+#include "control_wire.h"
+#include "engines.h"
+#include "loopback.h"
+
+using namespace check;
+using namespace ffi_transport;
+
+namespace {
+
+// Someone who speaks to an engine's control endpoint without being an engine.
+struct Stranger {
+  std::unique_ptr<Fabric> fabric = make_loopback();
+  std::unique_ptr<Domain> domain = fabric->open_domain("").take();
+  std::unique_ptr<Endpoint> endpoint = domain->open_endpoint(0).take();
+  PeerAddress target;
+  OpContext contexts[2];
+  char buffer[kPacketBytes];
+  std::string answer;
+
+  explicit Stranger(const std::string& address)
+      : target(*endpoint->insert(*fabric->parse_address(address))) {
+    CHECK_OK(endpoint->recv(buffer, sizeof buffer, nullptr, &contexts[1]));
+  }
+  void send(std::string_view bytes) {
+    CHECK(eventually([&] {
+      poll();
+      return endpoint->send(target, bytes.data(), bytes.size(), nullptr, &contexts[0]).ok();
+    }));
+  }
+  void poll() {
+    Completion completions[16];
+    const int count = endpoint->poll(completions);
+    for (int i = 0; i < count; ++i) {
+      if (completions[i].kind != Completion::Kind::kRecv) continue;
+      answer.assign(buffer, completions[i].length);
+      CHECK_OK(endpoint->recv(buffer, sizeof buffer, nullptr, &contexts[1]));
+    }
+  }
+  Packet wait_answer() {
+    CHECK(eventually([&] {
+      poll();
+      return !answer.empty();
+    }));
+    Packet packet;
+    CHECK_OK(parse_packet(answer, &packet));
+    return packet;
+  }
+  Hello hello(const std::string& provider = "loopback", size_t domains = 1) {
+    Hello out;
+    out.control_name = endpoint->name();
+    out.control_address = "loopback:1";
+    out.provider = provider;
+    out.slot_bits = 20;
+    out.data_names.assign(domains, std::string("\x01\x00", 2));
+    return out;
+  }
+  std::string greeting(const Hello& hello, uint16_t version = kProtocolVersion) {
+    PacketHeader header;
+    header.version = version;
+    header.type = PacketType::kFragment;
+    header.first = header.last = true;
+    header.kind = MessageKind::kHello;
+    header.sender_epoch = 1234;
+    header.session = 99;
+    const std::string payload = encode_hello(hello);
+    header.message_bytes = static_cast<uint32_t>(payload.size());
+    std::string bytes(kPacketBytes, '\0');
+    bytes.resize(write_packet(header, payload, {bytes.data(), bytes.size()}));
+    return bytes;
+  }
+};
+
+}  // namespace
+
+TEST(peers_greet_and_talk_in_order) {
+  for (uint32_t delay : {0u, 25u}) {
+    Node a(options(delay, 3), 64, "from a"), b(options(delay, 4), 64, "from b");
+    const int64_t peer = connect(a, b);
+    CHECK(*a.engine->control().hello_of(peer) == "from b");
+    const Event connected = b.wait(EventKind::kPeerConnected);
+    CHECK(connected.payload == "from a");
+    CHECK(connected.text == a.engine->control_address());
+    std::mt19937 random(1);
+    std::vector<std::string> sent;
+    for (int i = 0; i < 60; ++i) {
+      sent.push_back(std::to_string(i) + std::string(random() % 20000, 'x'));
+      CHECK_OK(a.engine->control().send(peer, sent.back()));
+    }
+    sent.push_back(std::string(600 << 10, 'y'));
+    CHECK_OK(a.engine->control().send(peer, sent.back()));
+    CHECK_OK(b.engine->control().send(connected.peer, "back"));
+    for (const std::string& expected : sent) {
+      CHECK(b.wait(EventKind::kMessage).payload == expected);
+    }
+    CHECK(a.wait(EventKind::kMessage).payload == "back");
+  }
+}
+
+TEST(peers_wait_for_set_hello) {
+  Node a(options(), 64, std::nullopt), b(options(), 64, std::nullopt);
+  CHECK_FAILS(a.engine->connect(b.engine->control_address(), 1).status(), Code::kInvalid,
+              "set_hello");
+  a.engine->control().set_hello("a");
+  CHECK_FAILS(a.engine->connect(b.engine->control_address(), 0.1).status(), Code::kTimeout,
+              "no answer to HELLO");
+  std::thread later([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    b.engine->control().set_hello("warm at last");
+  });
+  auto peer = a.engine->connect(b.engine->control_address(), 20);
+  CHECK_OK(peer.status());
+  CHECK(*a.engine->control().hello_of(*peer) == "warm at last");
+  later.join();
+}
+
+TEST(connect_to_nobody_times_out) {
+  Node a;
+  const auto status = a.engine->connect("loopback:39999", 0.2).status();
+  CHECK_FAILS(status, Code::kTimeout, "no answer to HELLO from loopback:39999");
+  CHECK(status.detail().missing == "HELLO_ACK");
+  CHECK(status.detail().elapsed_s >= 0.2);
+  CHECK_FAILS(a.engine->connect("what", 1).status(), Code::kInvalid, "'what' is not an address");
+}
+
+TEST(connect_waits_for_a_node_that_starts_later) {
+  Node a;
+  EngineOptions how = options();
+  how.control_port = 39001;
+  std::unique_ptr<Node> b;
+  std::thread later([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(150));
+    b = std::make_unique<Node>(how);
+  });
+  CHECK_OK(a.engine->connect("loopback:39001", 20).status());
+  later.join();
+}
+
+TEST(different_settings_are_refused_by_name) {
+  Node a;
+  EngineOptions ten = options();
+  ten.slot_bits = 10;
+  Node b(ten);
+  CHECK_FAILS(a.engine->connect(b.engine->control_address(), 20).status(), Code::kProtocol,
+              "slot_bits: this node uses 10, the peer 20");
+  EngineOptions two = options();
+  two.domains = {"", ""};
+  Node c(two);
+  CHECK_FAILS(a.engine->connect(c.engine->control_address(), 20).status(), Code::kProtocol,
+              "domains: this node has 2, the peer 1");
+  CHECK(!b.has(EventKind::kPeerConnected));
+}
+
+TEST(fence_ends_transfers_then_the_peer_on_both_sides) {
+  EngineOptions how = options(60);
+  how.bytes_in_flight = 64 << 10;
+  Node a(how), b(how);
+  const int64_t peer = connect(a, b);
+  const int64_t there = b.wait(EventKind::kPeerConnected).peer;
+  const int64_t transfer = *a.engine->open_transfer(peer, 1);
+  for (int i = 0; i < 50; ++i) {
+    CHECK_OK(a.engine->write_paged(transfer, a.region, b.remote, shuffled(256, i),
+                                   {4096, 0, 4096, 0, 4096}));
+  }
+  CHECK(eventually([&] { return b.stat("units_received") > 0; }));
+  CHECK_OK(b.engine->control().fence(there));  // the receiver's fence
+  std::fill(b.memory.begin(), b.memory.end(), 9);
+  const uint64_t counted = b.stat("immediates_received");
+  const Event ended = a.wait(EventKind::kTransferEnded);
+  CHECK_EQ(ended.outcome, static_cast<int>(TransferOutcome::kFailed));
+  CHECK_EQ(a.wait(EventKind::kPeerLost).peer, peer);
+  CHECK(b.wait(EventKind::kPeerLost).text == "fenced by this node");
+  CHECK_EQ(b.stat("immediates_received"), counted);
+  for (char byte : b.memory) CHECK_EQ(byte, 9);
+  CHECK_FAILS(a.engine->open_transfer(peer, 1).status(), Code::kPeerLost, "is lost");
+  CHECK_FAILS(a.engine->control().send(peer, "x"), Code::kPeerLost, "is lost");
+  CHECK_OK(b.engine->control().fence(there));       // again: nothing
+  CHECK_OK(b.engine->control().disconnect(there));  // nor this
+  CHECK_FAILS(b.engine->control().fence(55), Code::kInvalid, "no peer 55");
+  connect(a, b);  // and a new session works
+}
+
+TEST(sender_fence_fails_its_transfers_before_it_returns) {
+  EngineOptions how = options(60);
+  how.bytes_in_flight = 16 << 10;
+  Node a(how), b(how);
+  const int64_t peer = connect(a, b);
+  std::vector<int64_t> transfers;
+  for (int i = 0; i < 5; ++i) {
+    transfers.push_back(*a.engine->open_transfer(peer, i));
+    CHECK_OK(a.engine->write_paged(transfers.back(), a.region, b.remote, shuffled(256, i),
+                                   {4096, 0, 4096, 0, 4096}));
+  }
+  CHECK_OK(a.engine->control().fence(peer));
+  int ended = 0;
+  bool lost = false;
+  for (const Event& event : a.engine->poll(0)) {
+    if (event.kind == EventKind::kTransferEnded) {
+      CHECK(!lost);  // PeerLost comes after the ends
+      CHECK_EQ(event.outcome, static_cast<int>(TransferOutcome::kFailed));
+      ++ended;
+    }
+    lost |= event.kind == EventKind::kPeerLost;
+  }
+  CHECK_EQ(ended, 5);
+  CHECK(lost);
+  CHECK_OK(a.engine->deregister(a.region));  // nothing reads it any more
+}
+
+TEST(disconnect_delivers_what_was_queued) {
+  Node a, b;
+  const int64_t peer = connect(a, b);
+  for (int i = 0; i < 20; ++i)
+    CHECK_OK(a.engine->control().send(peer, std::string(50000, 'a' + i)));
+  CHECK_OK(a.engine->control().disconnect(peer));
+  for (int i = 0; i < 20; ++i) CHECK_EQ(b.wait(EventKind::kMessage).payload[0], 'a' + i);
+  CHECK(b.wait(EventKind::kPeerLost).text == "the peer disconnected");
+  CHECK_FAILS(a.engine->control().send(peer, "x"), Code::kPeerLost, "this node disconnected");
+  CHECK(!a.has(EventKind::kPeerLost));
+}
+
+TEST(silent_peer_is_lost_after_the_timeout) {
+  EngineOptions how = options();
+  how.heartbeat_ms = 10;
+  how.peer_timeout_ms = 200;
+  Node a(how);
+  Stranger stranger(a.engine->control_address());
+  stranger.send(stranger.greeting(stranger.hello()));
+  a.wait(EventKind::kPeerConnected);
+  const int64_t transfer = *a.engine->open_transfer(1, 1);
+  const Event ended = a.wait(EventKind::kTransferEnded);
+  CHECK_EQ(ended.id, transfer);
+  const Event lost = a.wait(EventKind::kPeerLost);
+  CHECK(lost.text == "no sign of life");
+  CHECK(lost.elapsed_s >= 0.2);
+}
+
+TEST(restarted_peer_ends_its_former_life_first) {
+  Node a;
+  {
+    Stranger first(a.engine->control_address());
+    const std::string name = first.endpoint->name();
+    first.send(first.greeting(first.hello()));
+    a.wait(EventKind::kPeerConnected);
+    // The same address with another epoch and session.
+    std::string again = first.greeting(first.hello());
+    again[8] = 77;
+    again[24] = 55;
+    first.send(again);
+    const Event lost = a.wait(EventKind::kPeerLost);
+    CHECK(lost.text == "the peer restarted");
+    CHECK(a.wait(EventKind::kPeerConnected).peer != lost.peer);
+  }
+}
+
+TEST(unknown_version_is_refused_by_name) {
+  Node a;
+  Stranger stranger(a.engine->control_address());
+  stranger.send(stranger.greeting(stranger.hello(), 9));
+  const Packet packet = stranger.wait_answer();
+  CHECK(packet.header.type == PacketType::kRefuse);
+  CHECK(packet.payload.find("version 9 is not spoken here; this node speaks version 1") !=
+        std::string_view::npos);
+  CHECK_EQ(a.stat("peers_connected"), 0u);
+}
+
+TEST(other_provider_is_refused_by_name) {
+  Node a;
+  Stranger stranger(a.engine->control_address());
+  stranger.send(stranger.greeting(stranger.hello("efa")));
+  CHECK(stranger.wait_answer().payload.find("provider: this node uses loopback, the peer efa") !=
+        std::string_view::npos);
+}
+
+TEST(hostile_bytes_do_no_harm) {
+  Node a, b;
+  const int64_t peer = connect(a, b);
+  b.wait(EventKind::kPeerConnected);
+  Stranger stranger(b.engine->control_address());
+  std::mt19937 random(9);
+  const std::string good = stranger.greeting(stranger.hello());
+  for (int round = 0; round < 3000; ++round) {
+    std::string bytes;
+    switch (round % 4) {
+      case 0:
+        bytes.resize(random() % kPacketBytes);
+        for (char& byte : bytes) byte = static_cast<char>(random());
+        break;
+      case 1:
+        bytes = good.substr(0, random() % good.size());
+        break;
+      case 2:  // a HELLO that never ends, each time of another session
+        bytes = good;
+        std::memcpy(bytes.data() + 24, &round, sizeof round);
+        bytes[7] = 1;
+        bytes[53] = 100;
+        break;
+      default:
+        bytes = good;
+        for (int i = 0; i < 4; ++i) bytes[random() % bytes.size()] = static_cast<char>(random());
+    }
+    if (bytes.empty()) bytes = "x";
+    stranger.send(bytes);
+  }
+  stranger.send(std::string(kPacketBytes, 'z'));
+  CHECK(eventually([&] { return b.stat("control_packets_malformed") > 1000; }));
+  CHECK_OK(a.engine->control().send(peer, "still here?"));
+  CHECK(b.wait(EventKind::kMessage).payload == "still here?");
+}
+
+TEST(engine_with_a_taken_port_says_so) {
+  EngineOptions how = options();
+  how.control_port = 39002;
+  Node a(how);
+  auto second = Engine::create(how, "");
+  CHECK_FAILS(second.status(), Code::kUnavailable, "port 39002 is in use");
+}
