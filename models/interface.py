@@ -43,7 +43,7 @@ class StepBatch:
     positions: jax.Array  # [dp*T] position in the sequence, 0-based; 0 for padding
     rows: jax.Array  # [dp*T] row of this rank's page table; -1 for padding
     slots: jax.Array  # [dp*T] page * Z + offset, page ids local to the rank; padding: page 0
-    page_table: jax.Array  # [dp*R, W] page ids; entries past the row's length are not read
+    page_table: jax.Array  # [dp*R, W] page ids; entries past the row's length may be anything
     lengths: jax.Array  # [dp*R] tokens in the cache after this step; 0 for an unused row
 
 

@@ -27,13 +27,11 @@ def read_block(
     cache [P, K, 2, Z, H]; pages [R, M] page ids of the pages `first`, first+1, ... of each row;
     lengths [R]. Returns (k [R, K, M*Z, H], v alike, live [R, M*Z]) in the cache's dtype. Tokens at
     or past a row's length are not live: their v is zero whatever the page holds, since a weight of
-    0 would keep a NaN, and their k is arbitrary, since the caller replaces their scores. Pages that
-    lie wholly past the length are not read.
+    0 would keep a NaN, and their k is arbitrary, since the caller replaces their scores. So entries
+    of pages past the length may be anything, out of range included.
     """
     rows, count = pages.shape
     _, heads, _, page_size, head_dim = cache.shape
-    starts = (first + jnp.arange(count)) * page_size
-    pages = jnp.where(starts[None, :] < lengths[:, None], pages, 0)
     # Gathering (page, head, K or V) slices puts a head's tokens side by side without a transpose.
     slices = cache.reshape(-1, page_size, head_dim)
     k_index = (pages[:, None, :] * heads + jnp.arange(heads)[:, None]) * 2  # [R, K, M]

@@ -1,0 +1,180 @@
+"""Loading safetensors: dtypes, layouts, sharding, and one list of everything that is wrong."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from golden_cases import MODELS
+from paged_model import make_mesh
+from repository import load_script
+from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
+
+from models.checkpoint import load_params, weights_fingerprint
+from models.registry import load_config
+from models.sharding import DEFAULT_RULES, make_rules
+
+CONFIG = MODELS["qwen3_untied"][0]
+WEIGHTS = "model.safetensors"
+Q = "model.layers.1.self_attn.q_proj.weight"
+O = "model.layers.1.self_attn.o_proj.weight"
+
+
+def write(folder: Path, files: int = 1, **change) -> Path:
+    load_script("make_checkpoint").write_checkpoint(folder, {**CONFIG, **change}, files=files)
+    return folder
+
+
+def load(folder: Path, dtype: str = "float32", tp: int = 1, rules=DEFAULT_RULES):
+    _, config = load_config(folder)
+    mesh = make_mesh(1, tp, config.num_kv_heads)
+    return load_params(folder, dataclasses.replace(config, dtype=dtype), mesh, rules)
+
+
+def test_values_and_layout(tmp_path: Path):
+    stored, params = load_file(write(tmp_path) / WEIGHTS), load(tmp_path)
+    assert len(params) == len(stored)
+    # [out, in] on disk; [in, heads, head_dim] and [heads, head_dim, out] in memory
+    q = stored[Q].reshape(8, 32, 64).transpose(2, 0, 1)
+    np.testing.assert_array_equal(params["layers.1.attention.q"], q)
+    o = stored[O].reshape(64, 8, 32).transpose(1, 2, 0)
+    np.testing.assert_array_equal(params["layers.1.attention.o"], o)
+    gate = stored["model.layers.0.mlp.gate_proj.weight"].T
+    np.testing.assert_array_equal(params["layers.0.mlp.gate"], gate)
+    np.testing.assert_array_equal(params["head.table"], stored["lm_head.weight"])
+    norm = stored["model.layers.2.self_attn.k_norm.weight"]
+    np.testing.assert_array_equal(params["layers.2.attention.k_norm"], norm)
+
+
+def test_each_device_holds_its_part(tmp_path: Path):
+    write(tmp_path, num_key_value_heads=2)
+    whole, params = load(tmp_path), load(tmp_path, tp=4)
+    for name, array in params.items():
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.asarray(whole[name])[shard.index])
+    shapes = {k: params[f"layers.0.{k}"].sharding.shard_shape for k in ("attention.q", "mlp.down")}
+    assert shapes["attention.q"]((64, 8, 32)) == (64, 2, 32)
+    assert shapes["mlp.down"]((160, 64)) == (40, 64)
+    # two KV heads on four ranks: two replicas of each
+    k = params["layers.0.attention.k"]
+    assert k.sharding.shard_shape(k.shape) == (64, 1, 32)
+
+
+def test_rules_move_a_parameter(tmp_path: Path):
+    params = load(write(tmp_path), tp=4, rules=make_rules({"vocab": []}))
+    head = params["head.table"]
+    assert head.sharding.shard_shape(head.shape) == head.shape
+
+
+def test_a_sharded_index_gives_the_same(tmp_path: Path):
+    one, three = load(write(tmp_path / "1")), load(write(tmp_path / "3", files=3))
+    assert not (tmp_path / "3" / WEIGHTS).exists()
+    for name in one:
+        np.testing.assert_array_equal(one[name], three[name])
+    assert weights_fingerprint(tmp_path / "1") == weights_fingerprint(tmp_path / "3")
+
+
+@pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dtypes_are_converted(tmp_path: Path, stored, dtype: str):
+    tensors = load_file(write(tmp_path) / WEIGHTS)
+    tensors = {name: t.astype(stored) for name, t in tensors.items()}
+    save_file(tensors, tmp_path / WEIGHTS)
+    params = load(tmp_path, dtype)
+    assert {p.dtype for p in params.values()} == {jnp.dtype(dtype)}
+    expected = tensors["lm_head.weight"].astype(np.float32).astype(dtype)
+    np.testing.assert_array_equal(np.asarray(params["head.table"]), expected)
+
+
+def test_a_tied_model_has_no_head_and_may_store_one(tmp_path: Path):
+    tensors = load_file(write(tmp_path, tie_word_embeddings=True) / WEIGHTS)
+    assert "lm_head.weight" not in tensors
+    extra = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    extra["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    save_file({**tensors, **extra}, tmp_path / WEIGHTS)
+    assert "head.table" not in load(tmp_path)
+
+
+def test_everything_wrong_is_listed_at_once(tmp_path: Path):
+    tensors = load_file(write(tmp_path) / WEIGHTS)
+    del tensors[Q]
+    tensors[O] = tensors[O][:, :-1].copy()
+    tensors["model.layers.7.mlp.gate_proj.bias"] = np.zeros(3, np.float32)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int32)
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match="4 problems") as error:
+        load(tmp_path)
+    text = str(error.value)
+    assert f"missing: {Q} [256, 64]" in text
+    assert f"misshapen: {O} [64, 255], expected [64, 256]" in text
+    assert "unknown: model.layers.7.mlp.gate_proj.bias [3]" in text
+    assert "dtype I32: lm_head.weight" in text
+
+
+def test_no_weights_at_all(tmp_path: Path):
+    (write(tmp_path) / WEIGHTS).unlink()
+    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors and no model\.safetensors"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", b"\xff" * 64])
+def test_a_file_that_is_not_safetensors(tmp_path: Path, damage: bytes):
+    (write(tmp_path) / WEIGHTS).write_bytes(damage)
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
+        load(tmp_path)
+
+
+def test_a_truncated_file(tmp_path: Path):
+    file = write(tmp_path) / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
+        load(tmp_path)
+
+
+def test_a_broken_index(tmp_path: Path):
+    write(tmp_path, files=2)
+    index = tmp_path / "model.safetensors.index.json"
+    good = json.loads(index.read_text())
+    index.write_text(json.dumps({"weight_map": {Q: "../elsewhere.safetensors"}}))
+    with pytest.raises(ValueError, match="weight_map: expected tensor names to file names"):
+        load(tmp_path)
+    more = {**good["weight_map"], "no.such.tensor": good["weight_map"][Q]}
+    index.write_text(json.dumps({"weight_map": more}))
+    with pytest.raises(ValueError, match=r"not in the file that it names: no\.such\.tensor"):
+        load(tmp_path)
+    index.write_text(json.dumps(good))
+    (tmp_path / good["weight_map"][Q]).unlink()
+    with pytest.raises(FileNotFoundError, match="names files that are missing"):
+        load(tmp_path)
+
+
+def test_a_mesh_that_does_not_fit_is_refused_before_reading(tmp_path: Path):
+    (write(tmp_path, intermediate_size=162) / WEIGHTS).unlink()
+    with pytest.raises(ValueError, match="intermediate_size 162"):
+        load(tmp_path, tp=4)
+
+
+def test_the_fingerprint_sees_other_weights(tmp_path: Path):
+    before = weights_fingerprint(write(tmp_path))
+    tensors = load_file(tmp_path / WEIGHTS)
+    tensors[Q] = tensors[Q] + np.float32(1e-3)
+    save_file(tensors, tmp_path / WEIGHTS)
+    assert weights_fingerprint(tmp_path) != before
+
+
+def test_the_script_repeats_itself_and_refuses_by_name(tmp_path: Path):
+    script = load_script("make_checkpoint")
+    app = script.typer.Typer()
+    app.command()(script.main)
+    run = CliRunner().invoke
+    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
+        assert run(app, [str(tmp_path / name), "--seed", seed, "--layers", "1"]).exit_code == 0
+    prints = [weights_fingerprint(tmp_path / name) for name in "abc"]
+    assert prints[0] == prints[1] != prints[2]
+    result = run(app, [str(tmp_path / "d"), "--heads", "6", "--kv-heads", "4"])
+    assert result.exit_code == 2
+    assert "num_kv_heads: 4 does not divide num_heads 6" in result.output
