@@ -1,6 +1,7 @@
 """How nodes tell the router that they are there, and learn who else is (R23)."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Annotated, Literal
@@ -74,6 +75,7 @@ class Announcer:
             base_url=router_url, timeout=max(2.0, 2 * heartbeat_s), trust_env=False
         )
         self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
 
     def start(self) -> None:
         """Begin to announce; the first heartbeat goes out at once."""
@@ -109,10 +111,16 @@ class Announcer:
             if self._on_members is not None:
                 self._on_members(members)
 
+    def changed(self) -> None:
+        """What `describe` says is different now: the router need not wait for the heartbeat."""
+        self._changed.set()
+
     async def _run(self) -> None:
         while True:
             await self.announce()
-            await asyncio.sleep(self._heartbeat_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), self._heartbeat_s)
+            self._changed.clear()
 
     async def _post(self, path: str) -> tuple[NodeInfo, ...]:
         info = msgspec.structs.replace(self._describe(), heartbeat_s=self._heartbeat_s)

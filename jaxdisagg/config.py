@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 Role = Literal["prefill", "decode", "mixed"]
 DTYPES = ("float32", "bfloat16")
+DEFAULT_MODEL_LEN = 2048
 
 
 def _at_least(low: int, **values: int) -> None:
@@ -54,19 +55,22 @@ class BatchConfig:
 
     `chunks` are the token buckets of a prefill step and `prefill_rows` the requests that may share
     one; `decode_rows` are the batch buckets of a decode step. A one-row bucket is refused: a
-    one-row bf16 matrix product takes a slow path on CPU. All sizes are per dp rank.
+    one-row bf16 matrix product takes a slow path on CPU. All sizes are per dp rank. A
+    `max_model_len` of 0 is the model's own limit, but at most DEFAULT_MODEL_LEN: page tables are
+    as wide as it.
     """
 
     chunks: tuple[int, ...] = (64, 256)
     prefill_rows: int = 8
     decode_rows: tuple[int, ...] = (2, 8)
-    max_model_len: int = 2048
+    max_model_len: int = 0
 
     def __post_init__(self) -> None:
         if not self.chunks or not self.decode_rows:
             raise ValueError("chunks and decode_rows must hold at least one bucket")
         _at_least(2, chunks=min(self.chunks), decode_rows=min(self.decode_rows))
-        _at_least(2, max_model_len=self.max_model_len)
+        if self.max_model_len:
+            _at_least(2, max_model_len=self.max_model_len)
         _at_least(1, prefill_rows=self.prefill_rows)
         for name in ("chunks", "decode_rows"):
             if list(getattr(self, name)) != sorted(set(getattr(self, name))):
@@ -136,6 +140,22 @@ class ServeConfig:
             raise ValueError("nodes: at least one decode or mixed node is needed")
         if "decode" in roles and "prefill" not in roles:
             raise ValueError("nodes: decode nodes need at least one prefill node")
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        """What HELLO would refuse after the warm-up of both nodes is refused here at once."""
+        apart = [node for node in self.nodes if node.role != "mixed"]
+        for node in apart[1:]:
+            for name, one, other in (
+                ("tp", apart[0].mesh.tp, node.mesh.tp),
+                ("page_size", apart[0].cache.page_size, node.cache.page_size),
+                ("dtype", apart[0].dtype, node.dtype),
+            ):
+                if one != other:
+                    raise ValueError(
+                        f"{name}: {one} at {apart[0].id}, {other} at {node.id}; prefill and decode "
+                        "nodes must have the same"
+                    )
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:

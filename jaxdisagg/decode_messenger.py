@@ -66,7 +66,7 @@ class DecodeMessenger(Prefiller):
         self._contexts = [
             list(range(1, node.runner.cache.context_rows)) for _ in range(node.runner.dp)
         ]
-        self._by_id: dict[str, Attempt] = {}
+        self._awaiting: dict[str, Attempt] = {}
         self._by_slot: dict[int, Attempt] = {}
         self._by_request: dict[str, Attempt] = {}
         self._told: dict[str, ActiveRequest] = {}
@@ -87,7 +87,7 @@ class DecodeMessenger(Prefiller):
         if not self._slots.free or not all(self._contexts):
             return False
         pages = -(-active.cache_tokens // self._node.node.cache.page_size)
-        awaiting = sum(a.pages for a in self._by_id.values())
+        awaiting = sum(a.pages for a in self._awaiting.values())
         total = sum(pool.counts().total for pool in self._node.pools)
         return not awaiting or awaiting + pages <= total // 2
 
@@ -111,7 +111,7 @@ class DecodeMessenger(Prefiller):
             pages=len(active.lease.pages),
             deadline=now + self._timeouts.prefill,
         )
-        self._by_id[attempt.id] = attempt
+        self._awaiting[attempt.id] = attempt
         self._by_slot[attempt.slot] = attempt
         self._by_request[active.id] = attempt
         self._engine.arm(attempt.slot, expected)
@@ -145,8 +145,8 @@ class DecodeMessenger(Prefiller):
     def tick(self, now: float) -> bool:
         """Deadlines of prefills, resent CANCELs, fences, and new connections."""
         self.peers.tick(now)
-        for attempt in list(self._by_id.values()):
-            if self._by_id.get(attempt.id) is not attempt:
+        for attempt in list(self._awaiting.values()):
+            if self._awaiting.get(attempt.id) is not attempt:
                 continue  # a fence ended it meanwhile
             if attempt.cancelled_at is not None:
                 if now - attempt.cancelled_at >= self._patience(attempt):
@@ -163,7 +163,7 @@ class DecodeMessenger(Prefiller):
             min(a.resend_at, a.cancelled_at + self._patience(a))
             if a.cancelled_at is not None
             else a.deadline
-            for a in self._by_id.values()
+            for a in self._awaiting.values()
         ]
         connect = self.peers.next_deadline()
         return min([*times, *([] if connect is None else [connect])], default=None)
@@ -203,24 +203,31 @@ class DecodeMessenger(Prefiller):
 
     def _on_count(self, slot: int, count: int, now: float) -> None:
         attempt = self._by_slot.get(slot)
-        if attempt is None or attempt.cancelled_at is not None:
+        if attempt is None or attempt.cancelled_at is not None or attempt.id not in self._awaiting:
             return  # a count reached while REVOKING frees nothing (R15)
         self._page_writes += count
         attempt.active.account.page_writes = count
-        self._close_attempt(attempt)
+        self._settle(attempt)
         self._told[attempt.id] = attempt.active
         while len(self._told) > self._node.node.max_waiting:
             del self._told[next(iter(self._told))]
         self._node.prefilled(attempt.active, now)
 
     def _on_overshoot(self, event: CounterOvershoot) -> None:
+        """A write came twice, so that another one may be missing: the cache cannot be trusted."""
         attempt = self._by_slot.get(event.slot)
         log.error("slot %d: %d units, %d were expected", event.slot, event.seen, event.expected)
-        if attempt is not None:
-            self._fence(
-                attempt.peer,
-                f"protocol error: {event.seen} page-writes were counted where "
-                f"{event.expected} were expected",
+        if attempt is None:
+            return
+        reason = (
+            f"protocol error: {event.seen} page-writes were counted where {event.expected} were "
+            "expected"
+        )
+        self._fence(attempt.peer, reason)
+        if self._by_request.get(attempt.active.id) is attempt and not attempt.active.life.over:
+            self._node.fail(
+                attempt.active,
+                RequestError(502, f"{attempt.peer.name}: {reason}", code="prefill_failed"),
             )
 
     def _receive(self, peer_id: int, payload: bytes, now: float) -> None:
@@ -235,10 +242,10 @@ class DecodeMessenger(Prefiller):
         if not isinstance(message, messages.Busy | messages.Failed | messages.CancelAck):
             log.error("%s is no message for a decode node", type(message).__name__)
             return
-        attempt = self._by_id.get(message.request)
+        attempt = self._awaiting.get(message.request)
         if attempt is None or attempt.peer.id != peer_id:
             return  # the answer to a resent CANCEL
-        self._close_attempt(attempt)
+        self._settle(attempt)
         if attempt.cancelled_at is not None:
             self._node.prefill_over(attempt.active)
         elif isinstance(message, messages.Busy):
@@ -257,7 +264,7 @@ class DecodeMessenger(Prefiller):
     def _on_telemetry(self, message: messages.Telemetry) -> None:
         active = self._told.pop(message.request, None)
         if active is None:
-            attempt = self._by_id.get(message.request)
+            attempt = self._awaiting.get(message.request)
             if attempt is None:
                 return
             active = attempt.active
@@ -268,15 +275,24 @@ class DecodeMessenger(Prefiller):
 
     # ---- ends ----------------------------------------------------------------------------------
 
-    def _close_attempt(self, attempt: Attempt) -> None:
-        """Give back slot and context buffer: nothing can write them any more."""
+    def _settle(self, attempt: Attempt) -> None:
+        """The prefill is over, well or not: nobody waits for it any more."""
+        attempt.peer.outstanding -= attempt.active.prompt_length
+        del self._awaiting[attempt.id]
+
+    def release(self, active: ActiveRequest) -> None:
+        """Give back slot and context buffer together with the pages.
+
+        Until then the slot stays armed: a duplicate that made the count early would otherwise pass
+        unseen, since the unit that it stood for would only be stale (R6).
+        """
+        attempt = self._by_request.pop(active.id, None)
+        if attempt is None:
+            return  # a prompt of one token
         self._engine.disarm(attempt.slot)
         self._slots.give(attempt.slot)
-        self._contexts[attempt.active.rank].append(attempt.context)
-        attempt.peer.outstanding -= attempt.active.prompt_length
-        del self._by_id[attempt.id]
         del self._by_slot[attempt.slot]
-        del self._by_request[attempt.active.id]
+        self._contexts[active.rank].append(attempt.context)
 
     def _arrived(self, attempt: Attempt) -> str:
         seen = self._engine.seen(attempt.slot)
@@ -293,9 +309,9 @@ class DecodeMessenger(Prefiller):
 
     def _peer_gone(self, peer: PrefillPeer, reason: str) -> None:
         """The peer's data endpoint is closed: every attempt with it is over."""
-        for attempt in [a for a in self._by_id.values() if a.peer is peer]:
+        for attempt in [a for a in self._awaiting.values() if a.peer is peer]:
             arrived = self._arrived(attempt)
-            self._close_attempt(attempt)
+            self._settle(attempt)
             if attempt.cancelled_at is not None:
                 self._node.prefill_over(attempt.active)
                 continue
@@ -352,7 +368,7 @@ class DecodeMessenger(Prefiller):
                     "seen": self._engine.seen(a.slot),
                     "cancelled": a.cancelled_at is not None,
                 }
-                for a in list(self._by_id.values())
+                for a in list(self._awaiting.values())
             ],
             "page_writes": self._page_writes,
             "fabric": {"provider": self._engine.provider, **self._engine.counters()},

@@ -22,7 +22,7 @@ from jaxdisagg.api import (
 )
 from jaxdisagg.config import NodeConfig
 from jaxdisagg.loop import StepLoop
-from jaxdisagg.page_pool import PagePool
+from jaxdisagg.page_pool import PagePool, PageState
 from jaxdisagg.request import DecodeState, decode_life
 from jaxdisagg.runner import DecodeResult, ModelRunner, RowSampling
 from jaxdisagg.sampler import MAX_LOGPROBS
@@ -52,6 +52,10 @@ class Prefiller(ABC):
     @abstractmethod
     def cancel(self, active: ActiveRequest) -> None:
         """Stop for a request that is CANCELLING; ends in `node.prefill_over`."""
+
+    @abstractmethod
+    def release(self, active: ActiveRequest) -> None:
+        """The request's pages go back to the pool: give back what was leased beside them (R5)."""
 
     @abstractmethod
     def tick(self, now: float) -> bool:
@@ -251,10 +255,7 @@ class DecodeNode(StepLoop):
 
     def requeue(self, active: ActiveRequest, not_before: float) -> None:
         """The prefill node was busy and wrote nothing: wait, then take new pages and a new slot."""
-        assert active.lease is not None
-        self.pools[active.rank].revoke(active.lease)
-        self.pools[active.rank].release(active.lease)
-        active.lease = None
+        self._release(active)
         active.not_before = not_before
         active.life.advance(DecodeState.QUEUED)
         self._queue.appendleft(active)
@@ -281,11 +282,13 @@ class DecodeNode(StepLoop):
 
     def _release(self, active: ActiveRequest) -> None:
         assert active.lease is not None
+        assert self.prefiller is not None
         pool = self.pools[active.rank]
-        if active.lease.exposed and active.lease.state.name == "LEASED":
+        if active.lease.state is PageState.LEASED and active.lease.exposed:
             pool.revoke(active.lease)
         pool.release(active.lease)
         active.lease = None
+        self.prefiller.release(active)
 
     def _admit(self, now: float) -> None:
         """Take requests from the queue, first come first served, while pages and peers allow."""

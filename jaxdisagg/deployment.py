@@ -91,7 +91,7 @@ class Deployment:
     def _spawn(self, node: NodeConfig) -> NodeProcess:
         process = subprocess.Popen(
             [sys.executable, "-m", "jaxdisagg.node_process", encode_config(node)],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # its end is the node's end
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -115,6 +115,8 @@ class Deployment:
                 node.ready = said.get("ready", node.ready)
                 self._said.put(None)
         node.process.wait()
+        assert node.process.stdin is not None
+        node.process.stdin.close()
         self._said.put(None)
 
     def _wait_ready(self, deadline: float) -> None:

@@ -52,6 +52,9 @@ class LocalPrefiller(Prefiller):
         self._scheduler.remove(job)
         self._node.prefill_over(active)
 
+    def release(self, active: ActiveRequest) -> None:
+        """Nothing was leased beside the pages."""
+
     def tick(self, now: float) -> bool:
         """Dispatch one prefill step; wait for the one before it, so that few are in flight."""
         step = self._scheduler.next_step()

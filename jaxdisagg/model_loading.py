@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import jax
 from jax.sharding import Mesh
 
-from jaxdisagg.config import NodeConfig
+from jaxdisagg.config import DEFAULT_MODEL_LEN, NodeConfig
 from jaxdisagg.mesh import make_mesh
 from models.checkpoint import load_params, weights_fingerprint
 from models.interface import ModelConfig, ModelFamily, Params
@@ -25,6 +25,18 @@ class LoadedModel:
     mesh: Mesh
     rules: ShardingRules
     fingerprint: str
+
+
+def resolve_limits(node: NodeConfig) -> NodeConfig:
+    """The node with the limits that its model decides filled in; reads config.json alone.
+
+    Raises FileNotFoundError or ValueError for a folder that holds no supported model.
+    """
+    if node.batch.max_model_len:
+        return node
+    _, config = load_config(node.model)
+    length = min(DEFAULT_MODEL_LEN, config.max_position)
+    return replace(node, batch=replace(node.batch, max_model_len=length))
 
 
 def load_model(node: NodeConfig, devices: Sequence[jax.Device] | None = None) -> LoadedModel:

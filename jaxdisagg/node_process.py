@@ -1,7 +1,8 @@
 """One node as a process: `python -m jaxdisagg.node_process CONFIG_JSON`.
 
 It prints one JSON object a line: {"progress": ..., "done": n, "total": n}, then {"ready": {...}} or
-{"error": "..."}; the deployment that started it reads them. Logs go to stderr. SIGTERM ends it.
+{"error": "..."}; the deployment that started it reads them. Logs go to stderr. SIGTERM ends it,
+and so does the end of stdin, which the deployment holds open.
 Nothing here imports jax before the process is pinned and its environment is set.
 """
 
@@ -18,7 +19,7 @@ import msgspec
 
 from ffi_transport.errors import TransportError
 from jaxdisagg.config import NodeConfig
-from jaxdisagg.process_setup import die_with_parent, pin, set_environment
+from jaxdisagg.process_setup import end_with_parent, pin, set_environment
 
 
 def encode_config(node: NodeConfig) -> str:
@@ -48,12 +49,13 @@ def main() -> None:
         level=os.environ.get("JAXDISAGG_LOG", "WARNING"),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every heartbeat
     # Ctrl-C reaches the whole process group; the deployment decides when a node ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         node = decode_config(sys.argv[1])
-        die_with_parent()
         pin(node)
+        end_with_parent()
         set_environment(node, _cache_folder())
         from jaxdisagg.node_runtime import run_node
 

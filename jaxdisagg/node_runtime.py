@@ -1,6 +1,7 @@
 """What a node's process does once jax may be imported: load, warm up, serve, announce, stop."""
 
 import asyncio
+import functools
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from ffi_transport.engine import TransferEngine
 from jaxdisagg.announce import Announcer, NodeInfo
 from jaxdisagg.assembly import DecodeParts, MixedParts, PrefillParts, open_fabric
 from jaxdisagg.config import NodeConfig
-from jaxdisagg.model_loading import LoadedModel, load_model
+from jaxdisagg.model_loading import LoadedModel, load_model, resolve_limits
 from jaxdisagg.server import HttpServer, bind, create_app, create_status_app
 from jaxdisagg.tokenizer import Tokenizer
 
@@ -26,6 +27,7 @@ async def run_node(node: NodeConfig, say: Say) -> int:
     What can fail without a warm-up (ports, the fabric, files) is tried first. Raises ValueError,
     FileNotFoundError or TransportError with a message for a person.
     """
+    node = resolve_limits(node)
     listener = bind(node.host, node.http_port)
     engine = None if node.role == "mixed" else open_fabric(node)
     say({"progress": f"loading {node.model.name}"})
@@ -110,7 +112,13 @@ def _announcer(
                 if m.fabric_address and m.role == "prefill"
             )
 
-    return Announcer(node.router, describe, on_members=learn)
+    announcer = Announcer(node.router, describe, on_members=learn)
+    if isinstance(parts, DecodeParts):
+        loop = asyncio.get_running_loop()
+        parts.messenger.peers.on_change = functools.partial(
+            loop.call_soon_threadsafe, announcer.changed
+        )
+    return announcer
 
 
 async def _until_told(parts: Parts) -> str | None:

@@ -43,7 +43,10 @@ class _Known:
 
 
 class PrefillPeers:
-    """Membership in, connections out. On the node's loop alone, but for `refresh`."""
+    """Membership in, connections out. On the node's loop alone, but for `refresh`.
+
+    `on_change` is called, on the loop, when a node was connected or lost.
+    """
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class PrefillPeers:
         self._known: dict[str, _Known] = {}
         self._by_id: dict[int, _Known] = {}
         self._closed = False
+        self.on_change: Callable[[], None] = lambda: None
 
     def refresh(self, members: Iterable[tuple[str, int]]) -> None:
         """The announced prefill nodes as (fabric address, outstanding tokens); for any thread."""
@@ -123,6 +127,7 @@ class PrefillPeers:
         known.peer = PrefillPeer(peer_id, theirs.node, known.address, theirs)
         self._by_id[peer_id] = known
         log.info("prefill node %s connected (%s)", theirs.node, known.address)
+        self.on_change()
 
     def greeted(self, event: PeerConnected) -> None:
         """The engine's own word of a connection; `connect` already returned or will return it."""
@@ -137,6 +142,7 @@ class PrefillPeers:
         known.problem = f"lost: {reason}"
         known.retry_at = time.monotonic()  # it may be back already
         log.warning("prefill node at %s was lost: %s", known.address, reason)
+        self.on_change()
         return peer
 
     def connected(self) -> list[PrefillPeer]:

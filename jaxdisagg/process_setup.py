@@ -1,20 +1,26 @@
 """What must happen in a node's process before jax is imported, and nothing that needs jax."""
 
-import ctypes
 import os
 import signal
+import threading
 from pathlib import Path
 
 from jaxdisagg.config import NodeConfig
 
-_PR_SET_PDEATHSIG = 1
 
+def end_with_parent() -> None:
+    """End this process when the one that started it has ended: no orphans.
 
-def die_with_parent() -> None:
-    """Have the kernel end this process when the one that started it ends: no orphans."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() == 1:
-        raise SystemExit("the process that started this node has ended")
+    The parent holds the other end of stdin open as long as it lives. (The kernel's parent-death
+    signal would do for a parent's thread, not for the parent.)
+    """
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def pin(node: NodeConfig) -> None:

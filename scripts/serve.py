@@ -61,7 +61,7 @@ def main(
     dtype: str = "float32",
     page_size: int = 16,
     pages: Annotated[int, typer.Option(help="cache pages of each dp rank")] = 513,
-    max_model_len: int = 2048,
+    max_model_len: Annotated[int, typer.Option(help="0: the model's, at most 2048")] = 0,
     chunks: Annotated[str, typer.Option(help="token buckets of a prefill step")] = "64,256",
     batch: Annotated[str, typer.Option(help="row buckets of a decode step")] = "2,8",
     provider: Annotated[str, typer.Option(help="libfabric provider")] = "auto",
@@ -71,6 +71,7 @@ def main(
     """Serve a model over the OpenAI API; without node options, one prefill and one decode node."""
     os.environ["JAXDISAGG_LOG"] = log_level
     logging.basicConfig(level=log_level)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every heartbeat
     try:
         base = NodeConfig(
             role="mixed",

@@ -41,7 +41,7 @@ def refused(*arguments: str, **environment: str) -> str:
 
 
 def test_a_missing_model_folder(tmp_path):
-    assert f"model folder not found: {tmp_path}/none" in refused("--model", f"{tmp_path}/none")
+    assert f"{tmp_path}/none" in refused("--model", f"{tmp_path}/none")
 
 
 def test_an_unsupported_architecture(tmp_path, serving_folder):
@@ -75,7 +75,7 @@ def test_options_that_cannot_work(serving_folder, arguments, message):
 def test_unequal_tp_is_refused_by_name(serving_folder):
     output = refused("--model", str(serving_folder), "--port", "0", *SMALL,
                      "--prefill", "tp=2", "--decode", "tp=1")  # fmt: skip
-    assert "tp: 2 on the prefill node, 1 on the decode node" in output
+    assert "tp: 2 at prefill-0, 1 at decode-0" in output
 
 
 def test_ports_in_use(serving_folder):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from nodes import CHUNK, PAGE, Pair, generate_all, timing_of, wait_until
 
-from jaxdisagg.api import GenerationRequest, SamplingParams
+from jaxdisagg.api import GenerationRequest, RequestError, SamplingParams
 from jaxdisagg.config import CacheConfig
 from jaxdisagg.transfer_plan import pages_for
 
@@ -161,3 +161,64 @@ def test_a_queue_longer_than_the_pools_is_served(golden_folder):
         assert all(len(g.tokens) == 30 for g in found)
         wait_until(lambda: not pair.decode.node.state()["requests"], "idle")
         pair.idle()
+
+
+@pytest.mark.parametrize("when", ["awaiting", "decoding"])
+def test_a_write_that_comes_twice_fails_its_request_and_fences_the_writer(golden_folder, when):
+    """One unit too many on the request's slot, from the prefill node's own engine."""
+    with Pair(golden_folder("qwen3_untied")) as pair:
+        node, messenger = pair.decode.node, pair.decode.messenger
+        (peer,) = pair.prefill.node.messenger._peers
+        region = pair.prefill.engine.register_memory(*scratch(pair.prefill.runner.cache))
+        remote = pair.prefill.node.messenger._peers[peer].remote.layers(0, 0)[0]
+
+        def write_again():
+            (attempt,) = messenger._by_request.values()
+            count = attempt.expected + 1 if when == "awaiting" else 1
+            transfer = pair.prefill.engine.open_transfer(peer, attempt.slot)
+            for _ in range(count):
+                pair.prefill.engine.write(transfer, region, 0, remote, 0, 16)
+            pair.prefill.engine.seal(transfer)
+
+        async def run():
+            stream = node.generate(GenerationRequest("twice", tuple(prompt(60)), 300))
+            if when == "decoding":
+                await anext(stream)
+                write_again()
+            else:
+                original = messenger.begin
+
+                def begin(active):
+                    messenger.begin = original
+                    original(active)
+                    write_again()
+
+                messenger.begin = begin
+            async for _ in stream:
+                pass
+
+        with pytest.raises(RequestError, match="page-writes were counted where") as caught:
+            asyncio.run(run())
+        assert caught.value.status == 502
+        pair.idle()
+        assert pair.decode.engine.counters()["overshoots"] == 1
+        wait_until(lambda: messenger.unavailable() is None, "connected again after the fence")
+        assert generate_all(node, [prompt(60)], 3, prefix="after")[0].finish_reason == "length"
+
+
+def test_nodes_that_do_not_fit_refuse_each_other_by_field(golden_folder):
+    decode = {"cache": CacheConfig(page_size=32, pages=64)}
+    with Pair(golden_folder("qwen3_untied"), decode=decode, connected=False) as pair:
+        wait_until(
+            lambda: "refused" in (pair.decode.messenger.unavailable() or ""), "it was refused"
+        )
+        assert "page size: 32 at decode-0, 16 at prefill-0" in pair.decode.node.ready()[1]
+        with pytest.raises(RequestError, match="page size: 32 at decode-0") as caught:
+            generate_all(pair.decode.node, [prompt(20)], 2)
+        assert caught.value.status == 503
+        wait_until(lambda: "decode-0" in pair.prefill.node.state()["refused"], "on both sides")
+
+
+def scratch(cache):
+    """Address and length of the scratch page of the first layer's first shard."""
+    return cache.shards()[0].address, cache.page_bytes

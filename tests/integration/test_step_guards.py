@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from hlo_guard import check_in_place, count
 from nodes import node_config
+from repository import load_script
+from serving_model import CONFIG
 
 from ffi_transport.engine import TransferEngine
 from ffi_transport.trigger import TARGET, make_trigger
@@ -26,6 +28,13 @@ from jaxdisagg.runner import ModelRunner, RowSampling
 from jaxdisagg.scheduler import DecodeRow, DecodeScheduler, PrefillJob, PrefillScheduler
 from jaxdisagg.step import empty_decode, empty_prefill
 
+# Sizes of which no activation of these steps has as many elements as a weight's shard.
+MODEL = CONFIG | {
+    "hidden_size": 72,
+    "intermediate_size": 176,
+    "head_dim": 32,
+}
+TOKENS = 40
 MESHES = [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2)]
 
 
@@ -35,18 +44,25 @@ def engine():
         yield engine
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("guards") / "model"
+    load_script("make_checkpoint").write_checkpoint(folder, MODEL, seed=3)
+    return folder
+
+
 @pytest.fixture
-def runner(request, golden_folder, engine):
+def runner(request, folder, engine):
     tp, dp, dtype = request.param
     node = node_config(
         "mixed",
-        golden_folder("qwen3_untied"),
+        folder,
         tp=tp,
         dp=dp,
         dtype=dtype,
         # a cache shard bigger than any activation or weight of these steps
         cache=CacheConfig(page_size=16, pages=1024),
-        batch=BatchConfig(chunks=(32,), decode_rows=(2,), max_model_len=128),
+        batch=BatchConfig(chunks=(TOKENS,), decode_rows=(2,), max_model_len=128),
     )
     model = load_model(node)
     return ModelRunner(
@@ -63,7 +79,7 @@ def runner(request, golden_folder, engine):
 def compiled(runner, program):
     place = runner.programs.by_rank
     if program == "prefill":
-        inputs = jax.device_put(empty_prefill(runner.dp, 32, 8, runner.width), place)
+        inputs = jax.device_put(empty_prefill(runner.dp, TOKENS, 8, runner.width), place)
         step = jax.device_put(np.int32(1), runner.programs.replicated)
         arguments = (runner.params, runner.cache.layers, runner.cache.context, step, inputs)
         return runner.programs.prefill.lower(*arguments).compile()
@@ -108,7 +124,7 @@ def test_one_call_per_device_and_layer_in_order(runner):
 
 
 def run_prefill(runner):
-    scheduler = PrefillScheduler(runner.dp, (32,), 8)
+    scheduler = PrefillScheduler(runner.dp, (TOKENS,), 8)
     for rank in range(runner.dp):
         job = PrefillJob(str(rank), rank, np.arange(32), np.array([1, 2], np.uint32), 32)
         scheduler.add(job)

@@ -114,6 +114,7 @@ class Pair:
         dp: int = 1,
         shuffle: bool = False,
         trace: bool = False,
+        connected: bool = True,
         prefill: dict[str, Any] | None = None,
         decode: dict[str, Any] | None = None,
         **both: Any,
@@ -133,13 +134,10 @@ class Pair:
                 node.pools[:] = [
                     PagePool(pool.num_pages, pool.page_size, seed=seed) for pool in node.pools
                 ]
-        self.connect()
-
-    def connect(self) -> None:
-        """Let the decode node find the prefill node."""
         peers = self.decode.messenger.peers
         peers.refresh([(self.prefill.engine.control_address, 0)])
-        wait_until(lambda: peers.missing() is None, "the nodes are connected")
+        if connected:
+            wait_until(lambda: peers.missing() is None, "the nodes are connected")
 
     def idle(self) -> None:
         """Wait until no request is open on either side, then check that no page is lost."""

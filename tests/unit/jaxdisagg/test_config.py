@@ -1,5 +1,6 @@
 """What the command line and TOML may say of nodes, and how a bad word is answered."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,12 @@ from jaxdisagg.config import (
 )
 
 BASE = NodeConfig(role="decode", model=Path("m"))
+
+
+def apart(**decode) -> ServeConfig:
+    return ServeConfig(
+        nodes=(replace(BASE, role="prefill", id="p"), replace(BASE, id="d", **decode))
+    )
 
 
 def test_a_node_from_the_command_line():
@@ -59,6 +66,9 @@ def test_cpu_lists():
         (lambda: NodeConfig(role="decode", model=Path("m"), dtype="fp8"), "dtype='fp8' must be"),
         (lambda: ServeConfig(nodes=(BASE,)), "decode nodes need at least one prefill node"),
         (lambda: ServeConfig(nodes=()), "at least one decode or mixed node"),
+        (lambda: apart(mesh=MeshConfig(tp=2)), "tp: 1 at p, 2 at d"),
+        (lambda: apart(cache=CacheConfig(page_size=32)), "page_size: 16 at p, 32 at d"),
+        (lambda: apart(dtype="bfloat16"), "dtype: float32 at p, bfloat16 at d"),
     ],
 )
 def test_what_cannot_work_is_refused_at_construction(make, message):
@@ -76,6 +86,7 @@ role = "prefill"
 mesh = {tp = 2, cpus = [0]}
 [[node]]
 role = "decode"
+mesh = {tp = 2}
 batch = {chunks = [8, 16]}
 timeouts = {prefill = 3.5}
 """
