@@ -276,13 +276,21 @@ class TransferEngine:
         self._native.set_source_region(ordinal, layer, region.id)
 
     def add_plan(
-        self, step: int, ordinals: int | Iterable[int], layers: int, writes: Sequence[PlanWrite]
+        self,
+        step: int,
+        ordinals: int | Iterable[int],
+        layers: int,
+        writes: Sequence[PlanWrite],
+        *,
+        timeout_s: float = 30.0,
     ) -> None:
         """What the triggers of a step post; before the step is dispatched.
 
         `step` is a 64-bit number whose low half the program carries; `ordinals` a number of devices
         or their ordinals. The plan is freed when every (ordinal, layer) has fired. At most four
-        steps are live. A ValueError if a page leaves its region or a source region is missing.
+        steps are live: with a fifth this waits until one is freed, and raises TransferTimeout,
+        which names the triggers that did not come, after `timeout_s` seconds. A ValueError if a
+        page leaves its region or a source region is missing.
         """
         native = []
         for write in writes:
@@ -300,7 +308,7 @@ class TransferEngine:
                 )
             )
         devices = list(range(ordinals)) if isinstance(ordinals, int) else list(ordinals)
-        self._native.add_plan(step, devices, layers, native)
+        self._native.add_plan(step, devices, layers, native, timeout_s)
 
     def drop_plan(self, step: int) -> None:
         """The step failed: transfers with writes that have not fired end as failed."""

@@ -189,13 +189,14 @@ void bind_engine(nb::module_& module) {
            })
       .def("add_plan",
            [](Engine& self, int64_t step, std::vector<int> ordinals, int layers,
-              const nb::list& writes) {
+              const nb::list& writes, double timeout_s) {
              std::vector<Engine::PlanRequest> requests;
              for (nb::handle write : writes) {
                requests.push_back(to_request(nb::cast<nb::tuple>(write)));
              }
              check(unlocked([&] {
-               return self.add_plan(step, std::move(ordinals), layers, std::move(requests));
+               return self.add_plan(step, std::move(ordinals), layers, std::move(requests),
+                                    timeout_s);
              }));
            })
       .def("drop_plan", [](Engine& self, int64_t step) { check(self.drop_plan(step)); })

@@ -101,6 +101,7 @@ Status Engine::open(std::optional<std::string> hello) {
 void Engine::close() {
   std::lock_guard lock(close_mutex_);
   if (closed_.exchange(true)) return;
+  plans_.close();
   // Peers first, while the workers can still fence them; then triggers; then the workers.
   if (control_) control_->stop();
   if (index_ >= 0) TriggerRegistry::remove(index_);
@@ -323,7 +324,7 @@ Status Engine::set_source_region(int ordinal, int layer, int64_t id) {
 }
 
 Status Engine::add_plan(int64_t step, std::vector<int> ordinals, int layers,
-                        std::vector<PlanRequest> requests) {
+                        std::vector<PlanRequest> requests, double timeout_s) {
   if (Status status = check_open(); !status.ok()) return status;
   std::vector<PlannedWrite> writes;
   writes.reserve(requests.size());
@@ -342,7 +343,7 @@ Status Engine::add_plan(int64_t step, std::vector<int> ordinals, int layers,
     }
     writes.push_back(std::move(write));
   }
-  return plans_.add(step, std::move(ordinals), layers, std::move(writes));
+  return plans_.add(step, std::move(ordinals), layers, std::move(writes), timeout_s);
 }
 
 Status Engine::drop_plan(int64_t step) {

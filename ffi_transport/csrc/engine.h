@@ -83,7 +83,7 @@ class Engine : private DataPlane {
   };
   Status set_source_region(int ordinal, int layer, int64_t region);
   Status add_plan(int64_t step, std::vector<int> ordinals, int layers,
-                  std::vector<PlanRequest> writes);
+                  std::vector<PlanRequest> writes, double timeout_s);
   Status drop_plan(int64_t step);
 
   std::vector<Event> poll(double timeout_s) { return events_.poll(timeout_s); }

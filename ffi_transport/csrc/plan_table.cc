@@ -37,20 +37,54 @@ RegionPtr PlanTable::source(int ordinal, int layer) const {
   return it == sources_.end() ? nullptr : it->second;
 }
 
-Status PlanTable::add(int64_t number, std::vector<int> ordinals, int layers,
-                      std::vector<PlannedWrite> writes) {
+// The live steps with their first few triggers that have not come.
+std::string PlanTable::describe_live() const {
+  constexpr int kNamed = 4;
+  std::string out;
+  for (const auto& [low, step] : steps_) {
+    if (!out.empty()) out += "; ";
+    out += "step " + std::to_string(step.number) + " waits for " + std::to_string(step.left) +
+           " triggers:";
+    int named = 0;
+    for (size_t cell = 0; cell < step.fired.size() && named < kNamed; ++cell) {
+      if (step.fired[cell]) continue;
+      ++named;
+      out += " (" + place(step.ordinals[cell / step.layers], static_cast<int>(cell % step.layers)) +
+             ")";
+    }
+    if (static_cast<size_t>(named) < step.left) out += " ...";
+  }
+  return out;
+}
+
+void PlanTable::close() {
   std::lock_guard lock(mutex_);
+  closed_ = true;
+  freed_.notify_all();
+}
+
+Status PlanTable::add(int64_t number, std::vector<int> ordinals, int layers,
+                      std::vector<PlannedWrite> writes, double timeout_s) {
+  std::unique_lock lock(mutex_);
   const auto low = static_cast<uint32_t>(number);
+  const auto begin = Clock::now();
+  const auto wait = std::chrono::duration<double>(std::clamp(timeout_s, 0.0, 1e6));
+  const bool room =
+      freed_.wait_until(lock, begin + std::chrono::duration_cast<Clock::duration>(wait),
+                        [this] { return closed_ || steps_.size() < kLiveSteps; });
+  if (closed_) return Status(Code::kClosed, "the engine is closed");
+  if (!room) {
+    Status::Detail detail;
+    detail.missing = describe_live();
+    detail.text = "step " + std::to_string(number) + ": " + std::to_string(kLiveSteps) +
+                  " steps are live already: " + detail.missing + "; drop_plan() those that failed";
+    detail.id = number;
+    detail.elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
+    return Status(Code::kTimeout, std::move(detail));
+  }
   if (steps_.contains(low)) {
     return Status(Code::kInvalid,
                   "step " + std::to_string(number) + ": a step with this low half is live already");
-  }
-  if (steps_.size() >= kLiveSteps) {
-    std::string live;
-    for (const auto& [key, step] : steps_) live += " " + std::to_string(step.number);
-    return Status(Code::kInvalid,
-                  "step " + std::to_string(number) + ": " + std::to_string(kLiveSteps) +
-                      " steps are live already:" + live + "; drop_plan() those that failed");
   }
   for (const PlannedWrite& write : writes) {
     if (!std::ranges::count(ordinals, write.ordinal)) {
@@ -111,6 +145,7 @@ bool PlanTable::drop(int64_t number) {
     if (it == steps_.end() || it->second.number != number) return false;
     step = std::move(it->second);
     steps_.erase(it);
+    freed_.notify_all();
   }
   for (const PlannedWrite& write : step.writes) {
     const size_t index = std::ranges::find(step.ordinals, write.ordinal) - step.ordinals.begin();
@@ -203,7 +238,10 @@ int64_t PlanTable::fire(const TriggerRecord& record, std::vector<Job>* jobs) {
     job.ordinal = ordinal;
     jobs->push_back(std::move(job));
   }
-  if (--step.left == 0) steps_.erase(it);
+  if (--step.left == 0) {
+    steps_.erase(it);
+    freed_.notify_all();
+  }
   return number;
 }
 

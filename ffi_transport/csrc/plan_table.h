@@ -2,6 +2,7 @@
 // dispatched; the first worker's thread empties it as the triggers come.
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -40,9 +41,11 @@ class PlanTable {
   void set_source(int ordinal, int layer, RegionPtr region);
   // Takes a region away wherever it is a source; returns those (ordinal, layer).
   std::vector<std::pair<int, int>> forget_source(int64_t region);
-  // Checks every page of every layer, then plans all units on their transfers; on an error nothing
-  // was planned.
-  Status add(int64_t step, std::vector<int> ordinals, int layers, std::vector<PlannedWrite> writes);
+  // Waits while kLiveSteps are live, at most timeout_s: then kTimeout names them and what has not
+  // fired. Checks every page of every layer, then plans all units on their transfers; on an error
+  // nothing was planned.
+  Status add(int64_t step, std::vector<int> ordinals, int layers, std::vector<PlannedWrite> writes,
+             double timeout_s);
   // Un-plans what has not fired: its transfers fail. False when the step is not live.
   bool drop(int64_t step);
   // What a trigger releases. Faults end as events and fail the transfers that they concern.
@@ -50,6 +53,8 @@ class PlanTable {
   int64_t fire(const TriggerRecord& record, std::vector<Job>* jobs);
   void report_overflow();
   size_t live() const;
+  // Ends every wait in add with kClosed, now and later.
+  void close();
 
  private:
   struct Step {
@@ -62,11 +67,14 @@ class PlanTable {
   };
 
   RegionPtr source(int ordinal, int layer) const;
+  std::string describe_live() const;
   void fault(const char* kind, int64_t step, const TriggerRecord& record, std::string detail);
 
   EventQueue* const events_;
   Stats* const stats_;
   mutable std::mutex mutex_;
+  std::condition_variable freed_;
+  bool closed_ = false;
   std::map<uint32_t, Step> steps_;  // by the low half of the number
   std::map<std::pair<int, int>, RegionPtr> sources_;
   std::set<std::tuple<int, int, uint64_t>> reported_;  // moved addresses told already

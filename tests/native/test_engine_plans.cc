@@ -57,7 +57,7 @@ TEST(engine_posts_each_layer_when_its_trigger_fires) {
   CHECK_OK(b.engine->counters().arm(1, 16 * kLayers, false));
   const int64_t transfer = *a.engine->open_transfer(peer, 1);
   const int64_t step = (3ll << 32) + 17;
-  CHECK_OK(a.engine->add_plan(step, {0}, kLayers, {request(transfer, pages, to)}));
+  CHECK_OK(a.engine->add_plan(step, {0}, kLayers, {request(transfer, pages, to)}, 20));
   CHECK_OK(a.engine->seal(transfer));  // what is planned still counts
   for (int layer = 0; layer < kLayers; ++layer) {
     CHECK_EQ(a.stat("units_posted"), 16u * layer);
@@ -105,7 +105,7 @@ TEST(engine_moved_cache_is_a_fault_and_fails_its_transfer) {
   Layers from(a, true), to(b, false);
   const int64_t peer = connect(a, b);
   const int64_t transfer = *a.engine->open_transfer(peer, 1);
-  CHECK_OK(a.engine->add_plan(1, {0}, kLayers, {request(transfer, shuffled(4, 1), to)}));
+  CHECK_OK(a.engine->add_plan(1, {0}, kLayers, {request(transfer, shuffled(4, 1), to)}, 20));
   fire(a, 1, 0, true);
   const Event fault = a.wait(EventKind::kTriggerFault);
   CHECK(fault.text == "address_changed");
@@ -122,7 +122,7 @@ TEST(engine_dropped_step_fails_its_transfers) {
   Layers from(a, true), to(b, false);
   const int64_t peer = connect(a, b);
   const int64_t transfer = *a.engine->open_transfer(peer, 1);
-  CHECK_OK(a.engine->add_plan(1, {0}, kLayers, {request(transfer, shuffled(4, 1), to)}));
+  CHECK_OK(a.engine->add_plan(1, {0}, kLayers, {request(transfer, shuffled(4, 1), to)}, 20));
   CHECK_OK(a.engine->seal(transfer));
   fire(a, 1, 0);
   CHECK(eventually([&] { return a.stat("units_completed") == 4; }));
@@ -139,7 +139,7 @@ TEST(engine_cancelled_plan_posts_nothing_more) {
   Layers from(a, true), to(b, false);
   const int64_t peer = connect(a, b);
   const int64_t transfer = *a.engine->open_transfer(peer, 1);
-  CHECK_OK(a.engine->add_plan(1, {0}, kLayers, {request(transfer, shuffled(4, 1), to)}));
+  CHECK_OK(a.engine->add_plan(1, {0}, kLayers, {request(transfer, shuffled(4, 1), to)}, 20));
   CHECK_OK(a.engine->cancel(transfer));
   a.wait(EventKind::kTransferEnded);
   for (int layer = 0; layer < kLayers; ++layer) fire(a, 1, layer);
@@ -167,7 +167,7 @@ TEST(engine_spreads_a_plan_over_domains) {
   const int64_t peer = connect(a, b);
   CHECK_OK(b.engine->counters().arm(1, 16 * kLayers, false));
   const int64_t transfer = *a.engine->open_transfer(peer, 1);
-  CHECK_OK(a.engine->add_plan(1, {0}, kLayers, {request(transfer, shuffled(16, 1), to)}));
+  CHECK_OK(a.engine->add_plan(1, {0}, kLayers, {request(transfer, shuffled(16, 1), to)}, 20));
   CHECK_OK(a.engine->seal(transfer));
   for (int layer = 0; layer < kLayers; ++layer) fire(a, 1, layer);
   CHECK_EQ(a.wait(EventKind::kTransferEnded).first, 16 * kLayers);

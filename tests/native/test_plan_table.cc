@@ -28,6 +28,11 @@ struct Fixture {
     remote = std::make_shared<RemoteRegion>(target);
   }
 
+  Status add(int64_t step, std::vector<int> ordinals, int layers, std::vector<PlannedWrite> writes,
+             double timeout_s = 0) {
+    return plans.add(step, std::move(ordinals), layers, std::move(writes), timeout_s);
+  }
+
   PlannedWrite write(TransferPtr transfer, int ordinal, int first_layer, int layers,
                      std::vector<uint32_t> pages = {1, 2}) {
     PlannedWrite out;
@@ -57,8 +62,8 @@ struct Fixture {
 TEST(plan_releases_what_each_trigger_covers) {
   Fixture f;
   const TransferPtr a = f.transfers.open(1, 5), b = f.transfers.open(1, 6);
-  CHECK_OK(f.plans.add(10, {0, 1}, 3,
-                       {f.write(a, 0, 0, 3), f.write(b, 0, 1, 1), f.write(b, 1, 2, 1, {7})}));
+  CHECK_OK(
+      f.add(10, {0, 1}, 3, {f.write(a, 0, 0, 3), f.write(b, 0, 1, 1), f.write(b, 1, 2, 1, {7})}));
   CHECK_EQ(f.plans.live(), 1u);
   CHECK_EQ(f.fire(10, 0, 0).size(), 1u);
   const auto jobs = f.fire(10, 0, 1);
@@ -87,8 +92,8 @@ TEST(plan_is_found_by_the_low_half_of_its_step) {
   Fixture f(1, 1);
   const int64_t step = (5ll << 32) | 0xfffffff0;  // negative as an int32
   const TransferPtr transfer = f.transfers.open(1, 5);
-  CHECK_OK(f.plans.add(step, {0}, 1, {f.write(transfer, 0, 0, 1)}));
-  CHECK_FAILS(f.plans.add(0xfffffff0, {0}, 1, {}), Code::kInvalid, "low half");
+  CHECK_OK(f.add(step, {0}, 1, {f.write(transfer, 0, 0, 1)}));
+  CHECK_FAILS(f.add(0xfffffff0, {0}, 1, {}), Code::kInvalid, "low half");
   const auto jobs = f.fire(static_cast<int32_t>(0xfffffff0), 0, 0);
   CHECK_EQ(jobs.size(), 1u);
   CHECK_EQ(jobs[0].step, step);
@@ -97,7 +102,7 @@ TEST(plan_is_found_by_the_low_half_of_its_step) {
 TEST(plan_faults_are_events) {
   Fixture f;
   const TransferPtr transfer = f.transfers.open(1, 5);
-  CHECK_OK(f.plans.add(1, {0}, 2, {f.write(transfer, 0, 0, 2)}));
+  CHECK_OK(f.add(1, {0}, 2, {f.write(transfer, 0, 0, 2)}));
   CHECK_EQ(f.fire(1, 0, 0).size(), 1u);
   CHECK(f.fire(1, 0, 0).empty());
   auto events = f.events.poll(0);
@@ -117,7 +122,7 @@ TEST(plan_faults_are_events) {
 TEST(moved_cache_posts_nothing_and_fails_the_transfer) {
   Fixture f;
   const TransferPtr transfer = f.transfers.open(1, 5);
-  CHECK_OK(f.plans.add(1, {0}, 2, {f.write(transfer, 0, 0, 2)}));
+  CHECK_OK(f.add(1, {0}, 2, {f.write(transfer, 0, 0, 2)}));
   CHECK(f.fire(1, 0, 0, 0xdead000).empty());
   auto events = f.events.poll(0);
   CHECK_EQ(events.size(), 2u);
@@ -141,8 +146,7 @@ TEST(plan_checks_before_it_plans_anything) {
     std::vector<PlannedWrite> writes;
     writes.push_back(f.write(transfer, 0, 0, 1));
     writes.push_back(std::move(bad));
-    CHECK_FAILS(f.plans.add(1, std::move(ordinals), layers, std::move(writes)), Code::kInvalid,
-                words);
+    CHECK_FAILS(f.add(1, std::move(ordinals), layers, std::move(writes)), Code::kInvalid, words);
     CHECK_EQ(f.plans.live(), 0u);
   };
   refused({0}, 3, f.write(transfer, 1, 0, 1), "not among the step's ordinals");
@@ -156,20 +160,43 @@ TEST(plan_checks_before_it_plans_anything) {
 }
 
 TEST(plan_keeps_four_live_steps) {
-  Fixture f(1, 1);
-  for (int step = 1; step <= 4; ++step) CHECK_OK(f.plans.add(step, {0}, 1, {}));
-  CHECK_FAILS(f.plans.add(5, {0}, 1, {}), Code::kInvalid, "4 steps are live already: 1 2 3 4");
-  f.fire(2, 0, 0);
-  CHECK_OK(f.plans.add(5, {0}, 1, {}));
+  Fixture f(2, 2);
+  for (int step = 1; step <= 4; ++step) CHECK_OK(f.add(step, {0, 1}, 2, {}));
+  f.fire(1, 0, 0);
+  const Status status = f.add(5, {0, 1}, 2, {}, 0.05);
+  CHECK_FAILS(status, Code::kTimeout, "4 steps are live already");
+  CHECK_FAILS(status, Code::kTimeout,
+              "step 1 waits for 3 triggers: (ordinal 0, layer 1) (ordinal 1, layer 0)");
+  CHECK(status.detail().elapsed_s >= 0.05);
   CHECK(f.plans.drop(4));
   CHECK(!f.plans.drop(4));
-  CHECK_OK(f.plans.add(6, {0}, 1, {}));
+  CHECK_OK(f.add(5, {0, 1}, 2, {}));
+}
+
+TEST(plan_waits_for_a_step_to_be_freed) {
+  Fixture f(1, 1);
+  for (int step = 1; step <= 4; ++step) CHECK_OK(f.add(step, {0}, 1, {}));
+  const auto later = [](std::function<void()> work) {
+    return std::thread([work] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(30));
+      work();
+    });
+  };
+  std::thread fires = later([&] { f.fire(2, 0, 0); });
+  CHECK_OK(f.add(5, {0}, 1, {}, 20));
+  fires.join();
+  std::thread drops = later([&] { f.plans.drop(3); });
+  CHECK_OK(f.add(6, {0}, 1, {}, 20));
+  drops.join();
+  std::thread closes = later([&] { f.plans.close(); });
+  CHECK_FAILS(f.add(7, {0}, 1, {}, 20), Code::kClosed, "closed");
+  closes.join();
 }
 
 TEST(dropped_step_fails_what_has_not_fired) {
   Fixture f(1, 3);
   const TransferPtr open = f.transfers.open(1, 5), done = f.transfers.open(1, 6);
-  CHECK_OK(f.plans.add(1, {0}, 3, {f.write(open, 0, 0, 3), f.write(done, 0, 0, 1)}));
+  CHECK_OK(f.add(1, {0}, 3, {f.write(open, 0, 0, 3), f.write(done, 0, 0, 1)}));
   CHECK_EQ(f.fire(1, 0, 0).size(), 2u);
   CHECK(f.plans.drop(1));
   const auto events = f.events.poll(0);
@@ -185,8 +212,8 @@ TEST(plan_skips_transfers_that_have_ended) {
   const TransferPtr gone = f.transfers.open(1, 5), live = f.transfers.open(1, 6);
   gone->cancel();
   f.events.poll(0);
-  CHECK_OK(f.plans.add(
-      1, {0}, 1, {f.write(gone, 0, 0, 1), f.write(nullptr, 0, 0, 1), f.write(live, 0, 0, 1)}));
+  CHECK_OK(f.add(1, {0}, 1,
+                 {f.write(gone, 0, 0, 1), f.write(nullptr, 0, 0, 1), f.write(live, 0, 0, 1)}));
   CHECK_EQ(f.stats.plan_writes_skipped.load(), 2u);
   CHECK_EQ(f.fire(1, 0, 0).size(), 1u);
 }

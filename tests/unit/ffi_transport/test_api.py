@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fabric_peer import wait_for
 
+from ffi_transport import _native
 from ffi_transport.engine import LIBFABRIC_VARIABLE, TransferEngine
 from ffi_transport.errors import (
     FabricUnavailable,
@@ -103,9 +104,11 @@ def test_garbage_on_the_control_port_does_no_harm(provider, make_node):
     host, _, port = node.engine.control_address.rpartition(":")
     random = np.random.default_rng(0)
     for length in (1, 64, 5000, 100000):
-        with socket.create_connection((host, int(port)), timeout=10) as stranger:
-            with contextlib.suppress(OSError):  # the engine may hang up
-                stranger.sendall(random.bytes(length))
+        with (
+            contextlib.suppress(OSError),  # the engine may hang up
+            socket.create_connection((host, int(port)), timeout=10) as stranger,
+        ):
+            stranger.sendall(random.bytes(length))
     peer = other.engine.connect(node.engine.control_address, 30)
     other.engine.send(peer, b"hello")
     assert wait_for(node.engine, MessageReceived, []).payload == b"hello"
@@ -283,3 +286,16 @@ def test_native_codes_become_their_classes():
         assert isinstance(error, TransportError)
         assert (error.peer, error.id, error.elapsed_s, error.missing) == (4, None, 0.5, "a word")
     assert type(from_native(2, "text", -1, -1, -1, "")) is ValueError
+
+
+def test_fifth_step_waits_for_a_free_place(make_node):
+    node = make_node("loopback")
+    for step in range(4):
+        node.engine.add_plan(step, 1, 1, [])
+    with pytest.raises(TransferTimeout, match=r"step 2 waits for 1 triggers: .ordinal 0, layer 0"):
+        node.engine.add_plan(4, 1, 1, [], timeout_s=0.05)
+    timer = threading.Timer(0.1, _native.fire_trigger, [node.engine.index, 1, 0, 0, 0])
+    timer.start()
+    node.engine.add_plan(4, [0], 1, [])  # waits without the GIL, else the timer could not run
+    timer.join()
+    assert node.engine.counters()["steps_live"] == 4
