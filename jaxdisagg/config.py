@@ -79,13 +79,17 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Every wait's deadline, in seconds."""
+    """Every wait's deadline, in seconds.
+
+    `queue`: for pages and a peer, before the prefill begins. `prefill`: from PREFILL to the last
+    counted write. `cancel_resend`: between two CANCELs. `cancel_fence`: for the answer to them.
+    """
 
     connect: float = 10.0
+    queue: float = 300.0
     prefill: float = 120.0
     cancel_resend: float = 0.5
     cancel_fence: float = 10.0
-    drain: float = 10.0
 
     def __post_init__(self) -> None:
         for f in fields(self):

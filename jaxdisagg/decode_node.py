@@ -295,6 +295,9 @@ class DecodeNode(StepLoop):
         assert self.prefiller is not None
         while self._queue:
             active = self._queue[0]
+            if now - active.arrived > self.node.timeouts.queue:
+                self.fail(active, self._waited_too_long(active, now))
+                continue
             if now < active.not_before:
                 return
             alone = active.prompt_length == 1
@@ -317,6 +320,16 @@ class DecodeNode(StepLoop):
             else:
                 active.life.advance(DecodeState.AWAITING_PREFILL)
                 self.prefiller.begin(active)
+
+    def _waited_too_long(self, active: ActiveRequest, now: float) -> RequestError:
+        need = -(-active.cache_tokens // self.node.cache.page_size)
+        free = max(pool.counts().free for pool in self.pools)
+        return RequestError(
+            503,
+            f"the request waited {now - active.arrived:.0f} s for {need} cache pages; {free} are "
+            f"free and {len(self._active)} requests are in this node",
+            code="overloaded",
+        )
 
     def tick(self, now: float) -> bool:
         """Admit, prefill (mixed), dispatch one decode step, and read the one before it."""
@@ -391,8 +404,11 @@ class DecodeNode(StepLoop):
     def next_deadline(self) -> float | None:
         """When something is due without a call: the prefiller's next time, or a retry."""
         times = [] if self.prefiller is None else [self.prefiller.next_deadline()]
-        if self._queue and self._queue[0].not_before > time.monotonic():
-            times.append(self._queue[0].not_before)
+        if self._queue:
+            first = self._queue[0]
+            times.append(first.arrived + self.node.timeouts.queue)
+            if first.not_before > time.monotonic():
+                times.append(first.not_before)
         return min((t for t in times if t is not None), default=None)
 
     def on_failure(self, reason: str) -> None:

@@ -64,7 +64,7 @@ class PrefillPeers:
         self._known: dict[str, _Known] = {}
         self._by_id: dict[int, _Known] = {}
         self._closed = False
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], object] = lambda: None
 
     def refresh(self, members: Iterable[tuple[str, int]]) -> None:
         """The announced prefill nodes as (fabric address, outstanding tokens); for any thread."""

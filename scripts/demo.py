@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import httpx
 import typer
@@ -40,6 +40,12 @@ class Answer:
     timing: dict[str, Any]
 
 
+def fail(why: str) -> NoReturn:
+    """End the demo with a message."""
+    console.print(f"[red]error:[/red] {why}", highlight=False)
+    raise typer.Exit(1)
+
+
 def ask(url: str, question: str, max_tokens: int, *, show: bool) -> Answer:
     """Stream the greedy answer to a question; `show` prints it as it comes."""
     body = {
@@ -61,14 +67,14 @@ def ask(url: str, question: str, max_tokens: int, *, show: bool) -> Answer:
         ) as response,
     ):
         if response.status_code != 200:
-            raise RuntimeError(response.read().decode())
+            fail(response.read().decode())
         for line in response.iter_lines():
             data = line.removeprefix("data: ")
             if not line or data == "[DONE]":
                 continue
             event = json.loads(data)
             if "error" in event:
-                raise RuntimeError(event["error"]["message"])
+                fail(event["error"]["message"])
             model = event["model"]
             for choice in event["choices"]:
                 if show:
@@ -153,8 +159,7 @@ def main(
     with start_or_exit(whole, console) as deployment:
         mixed = ask(deployment.url, question, max_tokens, show=False)
     if mixed.tokens != answer.tokens:
-        console.print(f"[red]the tokens differ:[/red] {answer.tokens} and {mixed.tokens}")
-        raise typer.Exit(1)
+        fail(f"the tokens differ: {answer.tokens} apart, {mixed.tokens} in one process")
     gap = max(abs(a - b) for a, b in zip(answer.logprobs, mixed.logprobs, strict=True))
     console.print(
         f"[green]the {len(answer.tokens)} tokens equal those of the one-process node[/green] "
@@ -164,8 +169,7 @@ def main(
         decoded["compiles_after_warm_up"]
         or prefilled["page_writes"] != answer.timing["page_writes"]
     ):
-        console.print("[red]page-writes pushed and counted differ, or a step was compiled[/red]")
-        raise typer.Exit(1)
+        fail("page-writes pushed and counted differ, or a step was compiled after warm-up")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """The mixed node by itself: batching, cancels, limits, sampling, and pages that come back."""
 
 import asyncio
+import time
 
 import pytest
 from golden_cases import CASES
 from nodes import generate_all, mixed, wait_until
 
 from jaxdisagg.api import GenerationRequest, RequestError, SamplingParams
-from jaxdisagg.config import CacheConfig
+from jaxdisagg.config import CacheConfig, Timeouts
 
 PROMPTS = [[(7 * i + j) % 250 for j in range(length)] for i, length in enumerate((1, 5, 40, 130))]
 
@@ -100,3 +101,32 @@ def test_nothing_is_compiled_after_warm_up(node):
     before = node.runner.compiles.count  # of this process: other nodes of it compiled as well
     generate_all(node, PROMPTS * 3, 5, at_once=12, prefix="warm")
     assert node.runner.compiles.count == before
+
+
+def test_a_request_that_waits_too_long_is_told_what_for(golden_folder):
+    parts = mixed(
+        golden_folder("qwen3_untied"),
+        cache=CacheConfig(page_size=16, pages=12),
+        timeouts=Timeouts(queue=0.2),
+    )
+    try:
+
+        async def run():
+            first = parts.node.generate(GenerationRequest("long", (1,) * 10, 160))
+            await anext(first)  # holds all the pages
+            with pytest.raises(RequestError, match=r"waited 0 s for 2 cache pages; 0 are free"):
+                await anext(parts.node.generate(GenerationRequest("waits", (1,) * 10, 20)))
+            assert len([output async for output in first]) == 159
+
+        parts.node.runner.decode = slowly(parts.node.runner.decode)
+        asyncio.run(run())
+    finally:
+        parts.stop(10.0)
+
+
+def slowly(f):
+    def slow(*arguments):
+        time.sleep(0.01)
+        return f(*arguments)
+
+    return slow

@@ -1,0 +1,63 @@
+"""The benchmarks run, and write the rows that docs/performance.md promises."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from repository import REPOSITORY
+
+
+def run(name, *arguments):
+    # As from a user's shell: the script itself says how many devices there are.
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, str(REPOSITORY / "scripts" / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        check=False,
+    )
+
+
+def test_bench_step_has_a_row_for_each_mesh_step_and_length(serving_folder, tmp_path):
+    file = tmp_path / "rows.json"
+    done = run(
+        "bench_step.py", "--model", str(serving_folder), "--mesh", "tp=1", "--mesh", "tp=2,dp=2",
+        "--chunks", "16", "--batch", "2", "--lengths", "0,32", "--repeats", "3",
+        "--json", str(file),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(file.read_text())
+    assert {"cpu", "cores", "jax", "jaxlib", "python"} <= set(document["environment"])
+    seen = {(r["mesh"], r["step"], r["context"]) for r in document["rows"]}
+    assert seen == {
+        (mesh, step, context)
+        for mesh in ("tp=1,dp=1", "tp=2,dp=2")
+        for step in ("prefill", "decode")
+        for context in (0, 32)
+    }
+    for row in document["rows"]:
+        assert row["ms_trigger_off"] > 0
+        assert row["tokens_per_s"] > 0
+        if row["step"] == "prefill":
+            assert {"ms_trigger_on", "on_off_ratio", "trigger_call_ns", "trigger_share"} <= set(row)
+            assert row["trigger_call_ns"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--mesh", "tp=3"), "tp=3 does not fit 4 KV heads"),
+        (("--mesh", "pp=3"), "'pp=3': expected tp="),
+        (("--chunks", "many"), "chunks='many'"),
+        (("--rules", "/nonexistent.toml"), "no such file"),
+    ],
+)
+def test_bench_step_answers_bad_input_in_a_line(serving_folder, arguments, message):
+    done = run("bench_step.py", "--model", str(serving_folder), *arguments)
+    assert done.returncode == 2
+    assert message in " ".join(done.stdout.split())
+    assert "Traceback" not in done.stdout + done.stderr
