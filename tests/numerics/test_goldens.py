@@ -80,12 +80,13 @@ def test_a_dropped_page_is_noticed(paged_model: Callable[..., PagedModel], golde
 
 
 # bf16 keeps 8 bits, so tokens are not compared: the golden's tokens are forced and their logprobs
-# compared. Measured on these four: mean up to 0.048, largest 0.170; the bars are twice that.
+# compared. Measured on these cases, tp 1 and 4: mean up to 0.048, largest 0.170; the bars are twice that.
 BF16_MEAN, BF16_MAX = 0.1, 0.35
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (4, 1)])
-@pytest.mark.parametrize("name", ["qwen3_untied", "llama_rope_llama3"])
+@pytest.mark.parametrize(
+    ("name", "tp", "dp"), [("qwen3_untied", 4, 1), ("llama_rope_llama3", 1, 1)]
+)
 def test_bfloat16_logprobs_stay_close(
     name: str, tp: int, dp: int, paged_model: Callable[..., PagedModel], golden
 ) -> None:

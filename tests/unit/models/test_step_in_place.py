@@ -23,8 +23,8 @@ CONFIG = {
 }
 MODES = ["prefill", "decode"]
 # (tied, tp, dp); of the tied models the head is all that differs
-MESHES = [(False, *m) for m in [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]]
-MESHES += [(True, 1, 1), (True, 4, 1)]
+MESHES = [(False, *m) for m in [(1, 1), (2, 1), (4, 1), (1, 2)]] + [(True, 1, 1)]
+MESHES += [pytest.param(*m, marks=pytest.mark.slow) for m in [(False, 2, 2), (True, 4, 1)]]
 
 
 @pytest.fixture(scope="module")
