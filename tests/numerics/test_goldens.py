@@ -80,7 +80,8 @@ def test_a_dropped_page_is_noticed(paged_model: Callable[..., PagedModel], golde
 
 
 # bf16 keeps 8 bits, so tokens are not compared: the golden's tokens are forced and their logprobs
-# compared. Measured on these cases, tp 1 and 4: mean up to 0.048, largest 0.170; the bars are twice that.
+# compared. Measured for both models on tp 1 and 4: mean up to 0.048, largest 0.170; the bars are
+# twice that.
 BF16_MEAN, BF16_MAX = 0.1, 0.35
 
 
