@@ -80,3 +80,22 @@ class Engine:
 def make_engine(config: dict[str, Any], hello: bytes | None) -> Engine: ...
 def trigger_handler() -> object: ...  # a capsule
 def fire_trigger(engine: int, step: int, ordinal: int, layer: int, address: int) -> None: ...
+
+# For scripts/bench_transfer.py: raw sockets and memory addresses, unchecked.
+def stream_send(
+    socket: int,
+    memory: int,
+    source: NDArray[np.uint32],
+    destination: NDArray[np.uint32],
+    page_bytes: int,
+) -> None: ...
+def stream_receive(
+    socket: int, memory: int, memory_pages: int, count: int, page_bytes: int
+) -> None: ...
+def copy_pages(
+    source: int,
+    destination: int,
+    source_pages: NDArray[np.uint32],
+    destination_pages: NDArray[np.uint32],
+    page_bytes: int,
+) -> None: ...

@@ -3,7 +3,7 @@
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ PROVIDERS = ("auto", "efa", "verbs", "tcp", "net", "tcp;ofi_rxm", "loopback")
 MAX_UNIT_BYTES = 1 << 20
 """A unit is at most this long; a larger page is planned as several units."""
 
-PageList = NDArray[np.uint32] | Sequence[int]
+PageList = NDArray[np.integer[Any]] | Sequence[int]
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> None:

@@ -7,6 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "baseline.h"
 #include "engine.h"
 #include "trigger_ffi.h"
 
@@ -214,6 +215,31 @@ void bind_engine(nb::module_& module) {
       });
 }
 
+void bind_baselines(nb::module_& module) {
+  module.def("stream_send", [](int socket, uint64_t memory, const Pages& source,
+                               const Pages& destination, size_t page_bytes) {
+    const PageLists pages = to_pages(source, destination);
+    check(unlocked([&] {
+      return stream_send(socket, reinterpret_cast<const char*>(memory), pages, page_bytes);
+    }));
+  });
+  module.def("stream_receive", [](int socket, uint64_t memory, uint64_t memory_pages,
+                                  uint64_t count, size_t page_bytes) {
+    check(unlocked([&] {
+      return stream_receive(socket, reinterpret_cast<char*>(memory), memory_pages, count,
+                            page_bytes);
+    }));
+  });
+  module.def("copy_pages", [](uint64_t source, uint64_t destination, const Pages& from,
+                              const Pages& to, size_t page_bytes) {
+    const PageLists pages = to_pages(from, to);
+    unlocked([&] {
+      copy_pages(reinterpret_cast<const char*>(source), reinterpret_cast<char*>(destination), pages,
+                 page_bytes);
+    });
+  });
+}
+
 }  // namespace
 }  // namespace ffi_transport
 
@@ -227,6 +253,7 @@ NB_MODULE(_native, module) {
     }
   });
   bind_engine(module);
+  bind_baselines(module);
   module.def("make_engine", &make_engine, nb::rv_policy::take_ownership, nb::arg("config"),
              nb::arg("hello").none());
   module.def("trigger_handler",

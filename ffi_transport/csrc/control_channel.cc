@@ -64,7 +64,7 @@ Status ControlChannel::open_endpoint(uint16_t port) {
     buffers_[i].is_receive = i < receives;
     (buffers_[i].is_receive ? unposted_receive_ : free_send_).push_back(&buffers_[i]);
   }
-  waiter_.watch(endpoint_->wait_fd(), endpoint_->edges_only());
+  waiter_.watch(endpoint_->wait_fd());
   return {};
 }
 
@@ -143,10 +143,9 @@ int ControlChannel::block_ms(Clock::time_point now) const {
                        session->last_heard + std::chrono::milliseconds(options_.peer_timeout_ms)});
     }
   }
-  const int64_t longest = endpoint_->edges_only() ? kEdgeMs : 60'000;
-  if (next == Clock::time_point::max()) return endpoint_->edges_only() ? kEdgeMs : -1;
+  if (next == Clock::time_point::max()) return -1;
   const auto wait = std::chrono::duration_cast<std::chrono::milliseconds>(next - now).count();
-  return static_cast<int>(std::clamp<int64_t>(wait + 1, 1, longest));
+  return static_cast<int>(std::clamp<int64_t>(wait + 1, 1, 60'000));
 }
 
 void ControlChannel::post_receive(Buffer& buffer) {

@@ -45,8 +45,7 @@ Result<std::string> DataWorker::open_link(int64_t peer) {
     result = (*endpoint)->name();
     links_.push_back(std::make_unique<Link>(peer, index_, endpoint.take(), &domain_->limits(),
                                             options_, counters_, stats_, &trace_));
-    const Endpoint& opened = *links_.back()->endpoint;
-    waiter_.watch(opened.wait_fd(), opened.edges_only());
+    waiter_.watch(links_.back()->endpoint->wait_fd());
   });
   return result;
 }
@@ -140,8 +139,6 @@ void DataWorker::loop() {
       may_block = may_block && link->endpoint->may_block();
       if (link->refused || link->endpoint->wait_fd() < 0) {
         wait_ms = 1;  // something is due that no descriptor announces
-      } else if (wait_ms < 0 && link->endpoint->edges_only()) {
-        wait_ms = kEdgeMs;
       }
     }
     if (!may_block) {

@@ -65,9 +65,6 @@ class Endpoint {
   virtual int poll(std::span<Completion> out) = 0;
   // A descriptor that becomes readable when poll has something to do; -1 when there is none.
   virtual int wait_fd() const = 0;
-  // True when that descriptor stays readable for good after the first event, so that only its
-  // edges mean something.
-  virtual bool edges_only() const { return false; }
   // Asked right before blocking on wait_fd: false when poll must be called first.
   virtual bool may_block() = 0;
 };

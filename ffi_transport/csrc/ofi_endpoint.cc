@@ -1,9 +1,12 @@
 // A libfabric endpoint with a completion queue and an address vector of its own, and registrations.
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <unistd.h>
 
 #include <array>
+#include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <random>
 
 #include "ofi_objects.h"
@@ -12,6 +15,26 @@ namespace ffi_transport {
 namespace {
 
 constexpr size_t kMaxPieces = 8;
+
+// libfabric 1.17's `net` signals its queue's descriptor at the first completion and never resets it
+// (its trywait does nothing), so that descriptor is readable for good. It is an epoll set of that
+// signal and of the domain's own epoll set of sockets; as this thread alone makes progress, the
+// sockets are all there is to wait for. -1 when the kernel does not tell: then we sleep in short
+// naps.
+int nested_epoll(int outer) {
+  std::ifstream info("/proc/self/fdinfo/" + std::to_string(outer));
+  for (std::string line; std::getline(info, line);) {
+    int inner = -1;
+    if (std::sscanf(line.c_str(), "tfd: %d", &inner) != 1) continue;
+    char target[64] = {};
+    const std::string link = "/proc/self/fd/" + std::to_string(inner);
+    if (readlink(link.c_str(), target, sizeof target - 1) > 0 &&
+        std::strstr(target, "eventpoll") != nullptr) {
+      return inner;
+    }
+  }
+  return -1;
+}
 
 class OfiRegistration : public Registration {
  public:
@@ -150,14 +173,9 @@ class OfiEndpoint : public Endpoint {
 
   int wait_fd() const override { return wait_fd_; }
 
-  // libfabric 1.17's `net` signals its queue's descriptor at the first completion and never resets
-  // it (its trywait does nothing). The sockets below the descriptor still raise edges.
-  bool edges_only() const override {
-    return std::strcmp(state_->info->fabric_attr->prov_name, "net") == 0;
-  }
-
   bool may_block() override {
-    if (wait_fd_ < 0) return true;  // the caller sleeps for a moment only
+    if (wait_fd_ < 0) return true;       // the caller sleeps for a moment only
+    if (watches_progress_) return true;  // level-triggered on the sockets themselves
     fid* queue = &queue_->fid;
     return fi_trywait(state_->fabric.get(), &queue, 1) == FI_SUCCESS;
   }
@@ -178,6 +196,10 @@ class OfiEndpoint : public Endpoint {
     queue_.reset(queue);
     if (attr.wait_obj == FI_WAIT_FD && fi_control(&queue->fid, FI_GETWAIT, &wait_fd_) != 0) {
       wait_fd_ = -1;
+    }
+    if (wait_fd_ >= 0 && std::strcmp(state_->info->fabric_attr->prov_name, "net") == 0) {
+      wait_fd_ = nested_epoll(wait_fd_);
+      watches_progress_ = wait_fd_ >= 0;
     }
     return 0;
   }
@@ -238,6 +260,7 @@ class OfiEndpoint : public Endpoint {
   Fid<fid_ep> endpoint_;
   std::string name_;
   int wait_fd_ = -1;
+  bool watches_progress_ = false;
   std::vector<OpContext> receives_;
 };
 

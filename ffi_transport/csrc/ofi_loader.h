@@ -42,6 +42,10 @@ struct OfiApi {
     setenv("FI_PROVIDER", "tcp,net,ofi_rxm,efa,verbs", 0);
     setenv("IPATH_NO_BACKTRACE", "1", 0);
     setenv("HFI_NO_BACKTRACE", "1", 0);
+    // Received bytes go straight into place. With the prefetch buffer the first 9 KB of every write
+    // are copied twice: 1.2 to 1.5 times slower at pages of 4 and 16 KiB.
+    setenv("FI_NET_PREFETCH_RBUF_SIZE", "0", 0);
+    setenv("FI_TCP_PREFETCH_RBUF_SIZE", "0", 0);
     void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) {
       const char* reason = dlerror();

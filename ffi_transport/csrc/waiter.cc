@@ -18,16 +18,19 @@ Waiter::~Waiter() {
   ::close(event_);
 }
 
-void Waiter::watch(int fd, bool edges_only) {
-  if (fd < 0) return;
+void Waiter::watch(int fd) {
+  if (fd < 0 || watched_[fd]++ > 0) return;
   epoll_event event{};
-  event.events = edges_only ? EPOLLIN | EPOLLET : EPOLLIN;
+  event.events = EPOLLIN;
   event.data.fd = fd;
   epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
 }
 
 void Waiter::unwatch(int fd) {
-  if (fd >= 0) epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
+  const auto it = watched_.find(fd);
+  if (it == watched_.end() || --it->second > 0) return;
+  watched_.erase(it);
+  epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
 }
 
 void Waiter::block(int timeout_ms) {

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -21,11 +22,8 @@ inline int64_t now_ns() {
 }
 
 // Turns without progress before a thread blocks, however short it spins: a poll that returns
-// nothing may still have read something (Waiter::watch with edges_only relies on it).
+// nothing may still have read something.
 constexpr int kEmptyTurns = 4;
-// Where only edges wake a thread, it looks by itself this often: cheap, and a missed edge would
-// otherwise be a stall.
-constexpr int kEdgeMs = 100;
 
 class Waiter {
  public:
@@ -34,9 +32,9 @@ class Waiter {
   Waiter(const Waiter&) = delete;
   Waiter& operator=(const Waiter&) = delete;
 
-  // By the sleeping thread alone. A descriptor of -1 is ignored. With edges_only the thread must
-  // have polled until nothing came before it blocks.
-  void watch(int fd, bool edges_only = false);
+  // By the sleeping thread alone. A descriptor of -1 is ignored; one that is watched twice must be
+  // unwatched twice (endpoints of one domain may share one).
+  void watch(int fd);
   void unwatch(int fd);
 
   // The sleeper's side: announce(); look once more at every queue; then block() or retract().
@@ -57,6 +55,7 @@ class Waiter {
   std::atomic<bool> sleeping_{false};
   int event_ = -1;
   int epoll_ = -1;
+  std::map<int, int> watched_;
 };
 
 // Work handed to a thread by others.

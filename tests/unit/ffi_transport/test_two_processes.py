@@ -278,3 +278,20 @@ def test_receiver_in_this_process_gets_counter_events(provider, make_node):
         assert wait_for(node.engine, CounterReached, []) == CounterReached(1, 256)
         assert node.engine.seen(1) == 256
         assert (node.memory == 3).all()
+
+
+def test_no_wake_up_is_missed_without_spinning(provider, make_node):
+    """Each write goes through two sleeps; a missed wake-up would be a stall, not a slow test."""
+    node = make_node(provider, spin_us=0)
+    with Peer(provider, spin_us=0) as child:
+        peer = node.engine.connect(child.address, 30)
+        for _ in range(500):
+            transfer = node.engine.open_transfer(peer, 1)
+            node.engine.write(transfer, node.region, 0, child.remote, 0, PAGE)
+            node.engine.seal(transfer)
+            assert wait_for(node.engine, TransferEnded, []).status == "completed"
+        assert child.call("counters")["immediates_received"] == 500
+        child.call("echo", count=200)
+        for number in range(200):
+            node.engine.send(peer, b"%d" % number)
+            assert wait_for(node.engine, MessageReceived, []).payload == b"%d" % number
