@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from jaxdisagg.bench_report import environment, write_json
-from jaxdisagg.load_client import Load, Segment, complete, run_segment
-from jaxdisagg.load_report import add_ratios, row_of
+from jaxdisagg.bench.client import Load, Segment, complete, run_segment
+from jaxdisagg.bench.load_report import add_ratios, row_of
+from jaxdisagg.bench.report import environment, write_json
 
 console = Console()
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from jaxdisagg.bench_report import environment, write_json
+from jaxdisagg.bench.report import environment, write_json
 from jaxdisagg.config import BatchConfig, CacheConfig, NodeConfig, parse_node
 from jaxdisagg.scheduler import DecodeRow, DecodeScheduler, PrefillJob, PrefillScheduler
 

@@ -34,7 +34,7 @@ from ffi_transport.types import (
     RemoteRegion,
     TransferEnded,
 )
-from jaxdisagg.bench_report import environment, write_json
+from jaxdisagg.bench.report import environment, write_json
 
 SLOT = 1
 WAIT = 60.0

@@ -11,8 +11,8 @@ from repository import load_script
 from typer.testing import CliRunner
 
 from jaxdisagg.api import RequestError
-from jaxdisagg.load_client import Load, Record, Segment, run_segment
-from jaxdisagg.load_report import add_ratios, percentile, row_of
+from jaxdisagg.bench.client import Load, Record, Segment, run_segment
+from jaxdisagg.bench.load_report import add_ratios, percentile, row_of
 from jaxdisagg.server import create_app
 
 

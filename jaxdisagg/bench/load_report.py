@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from jaxdisagg.load_client import TTFT_TERMS, Record, Segment
+from jaxdisagg.bench.client import TTFT_TERMS, Record, Segment
 
 RATIOS = ("ttft_p50_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms", "tokens_per_s")
 
