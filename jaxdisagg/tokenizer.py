@@ -165,12 +165,15 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 def _eos_token_ids(
     folder: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]
 ) -> tuple[int, ...]:
-    """Ids that end a generation: the first of the three places that names any."""
+    """Ids that end a generation: those of the first of three places that names any.
+
+    As in Hugging Face's `generate`, generation_config.json replaces what config.json says.
+    """
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
         if value is not None:
             ids = value if isinstance(value, list) else [value]
-            if not all(isinstance(i, int) for i in ids):
+            if not all(type(i) is int and i >= 0 for i in ids):
                 raise TokenizerError(f"{folder / name}: eos_token_id {value!r} is no token id")
             return tuple(ids)
     token = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None

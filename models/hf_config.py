@@ -38,15 +38,6 @@ def dtype_of(hf: Mapping[str, Any]) -> str:
     return _DTYPES[value]
 
 
-def token_ids(hf: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """A field that holds one token id, a list of them, or nothing."""
-    value = hf.get(name)
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ValueError(f"{name}: expected token ids, got {value!r}")
-    return tuple(ids)
-
-
 def refuse(hf: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
     """ValueError for the first field present whose value is not among those supported."""
     for name, values in allowed.items():

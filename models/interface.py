@@ -101,17 +101,12 @@ class ModelConfig:
     hidden_size: int
     max_position: int
     dtype: str = "bfloat16"  # of parameters, activations and cache
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers", "hidden_size", "max_position"):
             require_positive(self, name)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: {self.dtype!r} is not one of {', '.join(DTYPES)}")
-        for token in self.eos_token_ids:
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(f"eos_token_id: {token} is outside the vocabulary")
 
     def fingerprint(self) -> str:
         """16 hex digits that differ when any field differs; the weights are not part of it."""

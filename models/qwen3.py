@@ -139,15 +139,12 @@ class DenseFamily:
         hidden = hf_config.integer(hf, "hidden_size")
         if hf.get("head_dim") is None and hidden % heads:
             raise ValueError(f"head_dim: missing, and {heads} heads do not divide hidden_size")
-        bos = hf_config.token_ids(hf, "bos_token_id")
         return self.config_type(
             vocab_size=hf_config.integer(hf, "vocab_size"),
             num_layers=hf_config.integer(hf, "num_hidden_layers"),
             hidden_size=hidden,
             max_position=hf_config.integer(hf, "max_position_embeddings"),
             dtype=hf_config.dtype_of(hf),
-            eos_token_ids=hf_config.token_ids(hf, "eos_token_id"),
-            bos_token_id=bos[0] if bos else None,
             num_heads=heads,
             num_kv_heads=hf_config.integer(hf, "num_key_value_heads", default=heads),
             head_dim=hf_config.integer(hf, "head_dim", default=hidden // heads),

@@ -1,11 +1,9 @@
 """From a model folder to its family and config."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from models.hf_config import token_ids
 from models.interface import ModelConfig, ModelFamily
 from models.qwen3 import LLAMA, QWEN3
 
@@ -46,22 +44,13 @@ def load_config(path: str | Path) -> tuple[ModelFamily, ModelConfig]:
         family = _ARCHITECTURES.get(name) if isinstance(name, str) else None
         if family is not None:
             try:
-                return family, family.config_from_hf({**hf, "eos_token_id": _eos(folder, hf)})
+                return family, family.config_from_hf(hf)
             except ValueError as error:
                 raise ValueError(f"{file}: {error}") from None
     raise ValueError(
         f"{file}: architectures: {', '.join(map(str, architectures))} is not supported "
         f"(supported: {', '.join(_ARCHITECTURES)})"
     )
-
-
-def _eos(folder: Path, hf: Mapping[str, Any]) -> list[int]:
-    """The ids that end a generation: those of config.json and of generation_config.json."""
-    ids = list(token_ids(hf, "eos_token_id"))
-    file = folder / "generation_config.json"
-    if file.is_file():
-        ids += token_ids(read_json_object(file), "eos_token_id")
-    return list(dict.fromkeys(ids))
 
 
 def read_json_object(file: Path) -> dict[str, Any]:

@@ -66,6 +66,8 @@ def test_stop_ids_come_from_generation_config_first(folder, value):
     assert Tokenizer.from_folder(folder).eos_token_ids == (1,)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     assert Tokenizer.from_folder(folder).eos_token_ids == (261,)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
+    assert Tokenizer.from_folder(folder).eos_token_ids == (1,)
 
 
 def test_stop_id_falls_back_to_the_named_token(tiny_tokenizer):
@@ -87,6 +89,8 @@ def test_missing_folder_and_files_are_named(folder):
         ("tokenizer_config.json", "{", "cannot be read"),
         ("tokenizer_config.json", "[]", "holds no JSON object"),
         ("generation_config.json", '{"eos_token_id": "x"}', "is no token id"),
+        ("generation_config.json", '{"eos_token_id": [true]}', "is no token id"),
+        ("config.json", '{"eos_token_id": -1}', "is no token id"),
         ("chat_template.jinja", "{% if %}", "invalid chat template, line 1"),
         ("chat_template.json", "{}", r"chat_template\.json: "),
     ],

@@ -22,10 +22,9 @@ def folder(tmp_path: Path, hf: object, name: str = "config.json") -> Path:
 
 
 def test_qwen3_is_read(tmp_path: Path):
-    family, config = load_config(folder(tmp_path, {**QWEN3, "eos_token_id": [7, 9]}))
+    family, config = load_config(folder(tmp_path, QWEN3))
     assert family.name == config.family == "qwen3"
     assert family_of(config) is family
-    assert config.eos_token_ids == (7, 9)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 32)
     assert config.rope == RopeConfig(1e6)
     assert config.qk_norm
@@ -38,12 +37,6 @@ def test_llama_is_read_with_a_derived_head_dim(tmp_path: Path):
     assert family.name == "llama"
     assert config.head_dim == 8
     assert not any("q_norm" in name for name in family.abstract_params(config))
-
-
-def test_generation_config_adds_its_end_tokens(tmp_path: Path):
-    folder(tmp_path, {**QWEN3, "eos_token_id": 7})
-    folder(tmp_path, {"eos_token_id": [9, 7]}, "generation_config.json")
-    assert load_config(tmp_path)[1].eos_token_ids == (7, 9)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +68,6 @@ def test_both_spellings_of_the_dtype(tmp_path: Path, field: str, written: str | 
         ({"num_key_value_heads": 3}, "num_kv_heads: 3 does not divide num_heads 8"),
         ({"head_dim": 7}, "head_dim: 7 is odd"),
         ({"head_dim": None, "hidden_size": 63}, "head_dim: missing, and 8 heads do not divide"),
-        ({"eos_token_id": 999}, "eos_token_id: 999 is outside the vocabulary"),
-        ({"eos_token_id": "end"}, "eos_token_id: expected token ids"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, change: dict, message: str):
