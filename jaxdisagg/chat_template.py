@@ -49,7 +49,10 @@ class ChatTemplate:
         }
         try:
             return self._template.render(variables)
-        except (jinja2.TemplateError, TypeError, ArithmeticError, LookupError) as error:
+        except (
+            *(jinja2.TemplateError, TypeError, ArithmeticError, LookupError),
+            *(AttributeError, RecursionError),
+        ) as error:
             raise ValueError(f"the chat template refused the messages: {error}") from error
 
 

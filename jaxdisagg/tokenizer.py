@@ -10,11 +10,16 @@ import tokenizers
 
 from jaxdisagg.chat_template import ChatTemplate, load_template
 
+NEVER_IN_UTF8 = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
 BYTE_FALLBACK_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenizerError(ValueError):
     """A model folder whose tokenizer cannot be used; the message names the file."""
+
+
+class TooManyTokens(ValueError):
+    """A text that has more tokens than were allowed; the message says how many it has."""
 
 
 class Tokenizer:
@@ -40,7 +45,13 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content.encode() for i, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
-        kinds = _decoder_kinds(json.loads(backend.to_str()).get("decoder"))
+        # What a file says of truncation would silently shorten prompts.
+        backend.no_truncation()
+        backend.no_padding()
+        settings = json.loads(backend.to_str())
+        kinds = [part["type"] for part in _parts(settings, "decoder", "decoders")]
+        self._bytes_per_token = _bytes_per_token(backend, settings)
+        self._composes = settings["normalizer"] is not None
         if "ByteLevel" in kinds:
             self._to_bytes = self._byte_level
         elif "ByteFallback" in kinds:
@@ -75,9 +86,25 @@ class Tokenizer:
         eos = _eos_token_ids(folder, backend, special)
         return cls(backend, eos_token_ids=eos, template=template)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; `add_special_tokens` adds what the model expects before it."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
+        """Token ids of a text; `add_special_tokens` adds what the model expects before it.
+
+        Raises TooManyTokens if they are more than `most`, before it tokenizes where the length of
+        the text tells. Other threads run meanwhile: a long text takes seconds.
+        """
+        # Composing characters makes a text shorter, but leaves ASCII alone.
+        if most is not None and self._bytes_per_token and (text.isascii() or not self._composes):
+            size = len(text.encode())
+            least = -(-size // self._bytes_per_token)
+            if least > most:
+                raise TooManyTokens(f"{size} bytes, which are at least {least} tokens,")
+        # `encode` would hold the interpreter's lock and count characters nobody asks for.
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if most is not None and len(batch[0]) > most:
+            raise TooManyTokens(f"{len(batch[0])} tokens")
+        return batch[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of whole token sequences, special tokens left out, invalid UTF-8 replaced."""
@@ -96,17 +123,21 @@ class Tokenizer:
         return b"" if string is None else self._to_bytes(string)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any] | None = None,
+        *,
+        most: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation, with the opening of the assistant's turn at the end.
 
         `options` are further variables of the template. Raises ValueError where there is no
-        template or the template refuses the conversation.
+        template or the template refuses the conversation, TooManyTokens as `encode` does.
         """
         if self.template is None:
             raise ValueError("this model has no chat template: use /v1/completions")
         text = self.template.render(messages, options or {})
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, most=most)
 
     def _byte_level(self, string: str) -> bytes:
         try:
@@ -129,12 +160,37 @@ def _byte_fallback(string: str) -> bytes:
     return string.replace("\u2581", " ").encode()
 
 
-def _decoder_kinds(decoder: Mapping[str, Any] | None) -> list[str]:
-    if decoder is None:
+def _parts(settings: Mapping[str, Any], name: str, plural: str) -> list[Mapping[str, Any]]:
+    """The parts of one step of tokenizer.json in their order; sequences may be nested."""
+    part = settings.get(name)
+    if part is None:
         return []
-    if decoder["type"] == "Sequence":
-        return [kind for part in decoder["decoders"] for kind in _decoder_kinds(part)]
-    return [decoder["type"]]
+    if part["type"] == "Sequence":
+        return [p for inner in part[plural] for p in _parts({name: inner}, name, plural)]
+    return [part]
+
+
+def _bytes_per_token(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> int | None:
+    """The most bytes of (composed) text that one token can stand for; None if there is no bound.
+
+    There is one where nothing on the way from a text to its tokens leaves any of it out.
+    """
+    normalizers = _parts(settings, "normalizer", "normalizers")
+    splits = _parts(settings, "pre_tokenizer", "pretokenizers")
+    added = settings["added_tokens"]
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    in_utf8 = (char for char, byte in _byte_chars().items() if byte not in NEVER_IN_UTF8)
+    whole = (
+        all(part["type"] == "NFC" for part in normalizers)
+        and any(part["type"] == "ByteLevel" for part in splits)
+        and all(part["type"] in ("ByteLevel", "Digits", "Split") for part in splits)
+        and all(part.get("behavior") != "Removed" for part in splits)
+        and not any(token["lstrip"] or token["rstrip"] for token in added)
+        and all(char in vocabulary for char in in_utf8)
+    )
+    if not whole:
+        return None
+    return max(*map(len, vocabulary), *(len(token["content"].encode()) for token in added), 1)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,18 +1,20 @@
 """From a checked body to the requests that the engine gets: limits, tokens, sampling."""
 
 import asyncio
+import functools
 import time
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
 from jaxdisagg.api import EngineInfo, GenerationRequest, RequestError, SamplingParams
-from jaxdisagg.http.schemas import ChatBody, CompletionBody, GenerationBody
-from jaxdisagg.tokenizer import Tokenizer
+from jaxdisagg.http.schemas import ChatBody, CompletionBody, GenerationBody, clip
+from jaxdisagg.tokenizer import Tokenizer, TooManyTokens
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PROMPTS = 64
-# Longer texts are tokenized in a thread, so that other requests' tokens keep flowing.
+# Longer texts are tokenized in a thread, without the interpreter's lock, so that other requests'
+# tokens keep flowing.
 INLINE_CHARACTERS = 4096
 
 Prompt = str | list[int]
@@ -38,12 +40,13 @@ class Job:
 
 async def prepare_completion(body: CompletionBody, tokenizer: Tokenizer, info: EngineInfo) -> Job:
     """The job of a /v1/completions body; raises RequestError (400, 404)."""
-    prompts = split_prompts(body.prompt)
+    prompts = split_prompts(body.prompt, info)
     several = prompts is body.prompt
     tokens = []
     for i, prompt in enumerate(prompts):
-        ids = await _encode(tokenizer, prompt) if isinstance(prompt, str) else prompt
-        tokens.append(check_tokens(ids, info, f"prompt[{i}]" if several else "prompt"))
+        at = f"prompt[{i}]" if several else "prompt"
+        ids = await _encode(tokenizer, prompt, info, at) if isinstance(prompt, str) else prompt
+        tokens.append(check_tokens(ids, info, at))
     _check_logprobs(body.logprobs, "logprobs", info)
     limit = body.max_tokens or DEFAULT_COMPLETION_TOKENS
     asked = "max_tokens" if body.max_tokens is not None else None
@@ -64,13 +67,16 @@ async def prepare_chat(
         | ({"name": m.name} if m.name is not None else {})
         for m in body.messages
     ]
+    encode = functools.partial(
+        tokenizer.encode_chat, messages, body.chat_template_kwargs, most=info.max_model_len - 1
+    )
     try:
         if sum(len(m.content) for m in body.messages) <= INLINE_CHARACTERS:
-            ids = tokenizer.encode_chat(messages, body.chat_template_kwargs)
+            ids = encode()
         else:
-            ids = await asyncio.to_thread(
-                tokenizer.encode_chat, messages, body.chat_template_kwargs
-            )
+            ids = await asyncio.to_thread(encode)
+    except TooManyTokens as error:
+        raise _no_room(error, info, "messages") from error
     except ValueError as error:
         raise RequestError(400, str(error), code="invalid_value", param="messages") from error
     tokens = [check_tokens(ids, info, "messages")]
@@ -85,11 +91,11 @@ async def prepare_chat(
     return _job("chatcmpl", body, tokens, limit, asked, logprobs, tokenizer, info)
 
 
-def split_prompts(value: Any) -> list[Prompt]:
+def split_prompts(value: Any, info: EngineInfo) -> list[Prompt]:
     """The prompts in OpenAI's four forms: a text, token ids, or a list of either.
 
     A list of several prompts is returned as it is. Raises RequestError (400) naming the
-    place of what is none of them.
+    place of what is none of them, or of ids that are too many.
     """
 
     def fail(at: str, text: str) -> RequestError:
@@ -98,6 +104,10 @@ def split_prompts(value: Any) -> list[Prompt]:
     def is_id(item: Any) -> bool:
         return isinstance(item, int) and not isinstance(item, bool)
 
+    def check_length(ids: list[Any], at: str) -> None:
+        if len(ids) >= info.max_model_len:
+            raise _no_room(f"{len(ids)} tokens", info, at)
+
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -105,6 +115,7 @@ def split_prompts(value: Any) -> list[Prompt]:
     if not value:
         raise fail("prompt", "is empty")
     if is_id(value[0]):
+        check_length(value, "prompt")
         for i, item in enumerate(value):
             if not is_id(item):
                 raise fail(f"prompt[{i}]", "must be a token id like the items before it")
@@ -113,6 +124,7 @@ def split_prompts(value: Any) -> list[Prompt]:
         raise fail("prompt", f"holds {len(value)} prompts, the limit is {MAX_PROMPTS}")
     for i, item in enumerate(value):
         if isinstance(item, list):
+            check_length(item, f"prompt[{i}]")
             for j, token in enumerate(item):
                 if not is_id(token):
                     raise fail(f"prompt[{i}][{j}]", "must be a token id")
@@ -135,10 +147,22 @@ def check_tokens(ids: list[int], info: EngineInfo, at: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-async def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    if len(text) <= INLINE_CHARACTERS:
-        return tokenizer.encode(text)
-    return await asyncio.to_thread(tokenizer.encode, text)
+async def _encode(tokenizer: Tokenizer, text: str, info: EngineInfo, at: str) -> list[int]:
+    most = info.max_model_len - 1
+    try:
+        if len(text) <= INLINE_CHARACTERS:
+            return tokenizer.encode(text, most=most)
+        return await asyncio.to_thread(tokenizer.encode, text, most=most)
+    except TooManyTokens as error:
+        raise _no_room(error, info, at) from error
+
+
+def _no_room(length: object, info: EngineInfo, at: str) -> RequestError:
+    message = (
+        f"{at}: has {length} and leaves no room for an answer: "
+        f"this model's limit is {info.max_model_len} tokens, prompt and answer together"
+    )
+    return RequestError(400, message, code="context_length_exceeded", param=at)
 
 
 def _check_logprobs(value: int | None, name: str, info: EngineInfo) -> None:
@@ -157,7 +181,10 @@ def _job(
     tokenizer: Tokenizer,
     info: EngineInfo,
 ) -> Job:
-    """`asked` names the parameter that gave `limit`; a default is cut to what there is room for."""
+    """The job of prompts that leave room for an answer.
+
+    `asked` names the parameter that gave `limit`; a default is cut to what there is room for.
+    """
     job_id = f"{prefix}-{uuid.uuid4().hex}"
     seed = None if body.seed is None else (body.seed ^ (body.seed >> 32)) & 0xFFFFFFFF
     sampling = SamplingParams(
@@ -191,23 +218,19 @@ def _job(
 
 def _fit(prompt_tokens: int, limit: int, asked: str | None, info: EngineInfo) -> int:
     room = info.max_model_len - prompt_tokens
-    if room < 1:
-        message = (
-            f"the prompt has {prompt_tokens} tokens and leaves no room for an answer: "
-            f"this model's limit is {info.max_model_len} tokens, prompt and answer together"
-        )
-    elif asked is not None and limit > room:
-        message = (
-            f"the prompt has {prompt_tokens} tokens and {asked} asks for {limit}: "
-            f"this model's limit is {info.max_model_len} tokens, prompt and answer together"
-        )
-    else:
+    if asked is None or limit <= room:
         return min(limit, room)
+    message = (
+        f"the prompt has {prompt_tokens} tokens and {asked} asks for {limit}: "
+        f"this model's limit is {info.max_model_len} tokens, prompt and answer together"
+    )
     raise RequestError(400, message, code="context_length_exceeded", param=asked)
 
 
 def check_model(body: GenerationBody, info: EngineInfo) -> None:
     """Refuse a body that asks for another model: RequestError (404)."""
     if body.model is not None and body.model != info.model:
-        message = f"the model {body.model!r} does not exist here, only {info.model!r} does"
+        message = (
+            f"the model {clip(repr(body.model))} does not exist here, only {info.model!r} does"
+        )
         raise RequestError(404, message, code="model_not_found", param="model")

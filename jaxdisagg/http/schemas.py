@@ -15,6 +15,11 @@ from jaxdisagg.api import RequestError
 
 MAX_BODY_BYTES = 16 << 20
 MAX_STOP_STRINGS = 4
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+# An error names so many of the wrong parameters, each with so much of its value.
+MAX_NAMED = 16
+MAX_SHOWN = 60
 
 # Unsupported parameters, each with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -48,15 +53,23 @@ def _stop_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _bounded(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:
+        raise ValueError(f"must have at most {MAX_MESSAGES} items, not {len(value)}")
+    return value
+
+
 def _content_text(value: Any) -> Any:
     """Join the parts of a message's content; only text parts are known."""
     if not isinstance(value, list):
         return value
+    if len(value) > MAX_PARTS:
+        raise ValueError(f"must have at most {MAX_PARTS} parts, not {len(value)}")
     texts = []
     for i, part in enumerate(value):
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(f"part {i} is {kind!r}, and only text parts are supported")
+            raise ValueError(f"part {i} is {clip(repr(kind))}, and only text parts are supported")
         if set(part) != {"type", "text"} or not isinstance(part["text"], str):
             raise ValueError(f"part {i} must hold just `type` and a string `text`")
         texts.append(part["text"])
@@ -110,7 +123,7 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     """A conversation. `chat_template_kwargs` are further variables of the chat template."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1), BeforeValidator(_bounded)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0)
@@ -120,10 +133,16 @@ class ChatBody(GenerationBody):
 async def read_body(request: Request) -> bytes:
     """Read a request's body; raises RequestError (413) if it is too long."""
     parts, size = [], 0
+    too_long = RequestError(
+        413, f"the body is longer than {MAX_BODY_BYTES} bytes", code="body_too_large"
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise too_long
     async for part in request.stream():
         size += len(part)
         if size > MAX_BODY_BYTES:
-            raise RequestError(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+            raise too_long
         parts.append(part)
     return b"".join(parts)
 
@@ -133,7 +152,7 @@ async def read_json(request: Request) -> dict[str, Any]:
     body = await read_body(request)
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(400, f"the body is not valid JSON: {error}", code="invalid_json") from (
             error
         )
@@ -143,17 +162,21 @@ async def read_json(request: Request) -> dict[str, Any]:
 
 
 def parse[Body: GenerationBody](kind: type[Body], value: Mapping[str, Any]) -> Body:
-    """Check a body and make it a Body; raises RequestError (400) naming every wrong parameter."""
+    """Check a body and make it a Body; raises RequestError (400) naming the wrong parameters."""
     _refuse_unknown(kind, value)
     given = {k: v for k, v in value.items() if v is not None and k in kind.model_fields}
     try:
         body = kind.model_validate(given)
+    except RecursionError as error:
+        raise RequestError(400, "the body is nested too deeply", code="invalid_value") from error
     except ValidationError as error:
         found = error.errors(include_url=False)
         paths = [_path(item["loc"]) for item in found]
-        texts = [f"{p}: {_reason(item)}" for p, item in zip(paths, found, strict=True)]
+        shown = zip(paths[:MAX_NAMED], found[:MAX_NAMED], strict=True)
+        texts = [f"{path}: {_reason(item)}" for path, item in shown]
         code = "missing_parameter" if found[0]["type"] == "missing" else "invalid_value"
-        raise RequestError(400, "; ".join(texts), code=code, param=paths[0]) from error
+        message = _listing(texts, len(found))
+        raise RequestError(400, message, code=code, param=paths[0]) from error
     if body.stream_options is not None and not body.stream:
         message = "stream_options: only allowed when stream is true"
         raise RequestError(400, message, code="invalid_value", param="stream_options")
@@ -166,17 +189,18 @@ def _refuse_unknown(kind: type[GenerationBody], value: Mapping[str, Any]) -> Non
         if name in kind.model_fields:
             continue
         if name not in NEUTRAL:
-            texts.append(f"unknown parameter {name!r}")
+            texts.append(f"unknown parameter {clip(repr(name))}")
         elif given is None or any(_same(given, neutral) for neutral in NEUTRAL[name]):
             continue
         else:
             only = " or ".join(msgspec.json.encode(n).decode() for n in NEUTRAL[name])
             hint = f" (only {only} is)" if only else ""
             texts.append(f"parameter {name!r} = {_short(given)} is not supported{hint}")
-        names.append(name)
+        names.append(clip(name))
     if names:
         code = "unknown_parameter" if texts[0].startswith("unknown") else "unsupported_parameter"
-        raise RequestError(400, "; ".join(texts), code=code, param=names[0])
+        message = _listing(texts[:MAX_NAMED], len(texts))
+        raise RequestError(400, message, code=code, param=names[0])
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -199,6 +223,18 @@ def _reason(item: Mapping[str, Any]) -> str:
     return f"{text} (got {_short(item['input'])})"
 
 
+def _listing(texts: list[str], total: int) -> str:
+    more = [f"and {total - len(texts)} more"] if total > len(texts) else []
+    return "; ".join(texts + more)
+
+
 def _short(value: Any) -> str:
-    text = msgspec.json.encode(value).decode()
-    return text if len(text) <= 60 else text[:57] + "..."
+    try:
+        return clip(msgspec.json.encode(value).decode())
+    except RecursionError:
+        return "a deeply nested value"
+
+
+def clip(text: str) -> str:
+    """The beginning of a text that may be long, for a message."""
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

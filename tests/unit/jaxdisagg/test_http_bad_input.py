@@ -1,5 +1,7 @@
 """Every user's mistake is a 4xx with an error object that names it."""
 
+import json
+
 import httpx
 import pytest
 
@@ -46,9 +48,17 @@ BAD_COMPLETIONS = [
     ),
     (
         {"prompt": [1] * 100},
-        None,
-        "the prompt has 100 tokens and leaves no room for an answer: "
+        "prompt",
+        "prompt: has 100 tokens and leaves no room for an answer: "
         "this model's limit is 100 tokens, prompt and answer together",
+    ),
+    ({"prompt": [[1], [1] * 100]}, "prompt[1]", "prompt[1]: has 100 tokens and leaves no room"),
+    ({"prompt": "a" * 100}, "prompt", "prompt: has 100 tokens and leaves no room"),
+    ({"prompt": ["a", "é" * 50]}, "prompt[1]", "prompt[1]: has 100 tokens and leaves no room"),
+    (
+        {"prompt": "a" * 1189},
+        "prompt",
+        "prompt: has 1189 bytes, which are at least 100 tokens, and leaves no room",
     ),
     (
         {"prompt": [1] * 90, "max_tokens": 11},
@@ -66,6 +76,17 @@ BAD_CHATS = [
     ({}, "messages", "messages: this parameter is required"),
     ({"messages": []}, "messages", "messages: must have at least 1 item"),
     ({"messages": "hi"}, "messages", 'messages: must be a valid list (got "hi")'),
+    ({"messages": [{}] * 4097}, "messages", "messages: must have at most 4096 items, not 4097"),
+    (
+        {"messages": [{"role": "user", "content": [{}] * 4097}]},
+        "messages[0].content",
+        "messages[0].content: must have at most 4096 parts, not 4097",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "a" * 2000}]},
+        "messages",
+        "bytes, which are at least 1",
+    ),
     (
         {"messages": [{"role": "robot", "content": "x"}]},
         "messages[0].role",
@@ -155,6 +176,26 @@ async def test_all_wrong_values_are_named_at_once(client):
     assert "seed: " in error["message"]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {**COMPLETION, **{f"x{i}": i for i in range(50_000)}},
+        {**COMPLETION, "x" * 50_000: 1},
+        {**COMPLETION, "model": "x" * 50_000},
+        {**COMPLETION, "stop": "", "stream_options": {f"x{i}": i for i in range(50_000)}},
+    ],
+    ids=["parameters", "name", "model", "options"],
+)
+async def test_an_error_stays_short(client, body):
+    status = 404 if "model" in body else 400
+    error = await error_of(client, "/v1/completions", status, json=body)
+    assert len(error["message"]) < 3000
+    assert len(error["param"]) < 100
+    if "x49999" in body:
+        assert error["message"].startswith("unknown parameter 'x0'; unknown parameter 'x1'; ")
+        assert error["message"].endswith("and 49984 more")
+
+
 async def test_neutral_values_of_unsupported_parameters_and_nulls_pass(client):
     body = {
         **CHAT,
@@ -181,6 +222,9 @@ async def test_neutral_values_of_unsupported_parameters_and_nulls_pass(client):
         (b'{"prompt": "a", "temperature": NaN}', "not valid JSON"),
         (b"[1]", "must be a JSON object"),
         (b'"x"', "must be a JSON object"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"prompt": ' + b'{"a":' * 100_000, "not valid JSON"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -192,8 +236,31 @@ async def test_invalid_json(client, path, content, message):
 
 async def test_a_body_over_the_limit(client):
     content = b'{"prompt": "' + b"a" * (16 << 20) + b'"}'
-    error = await error_of(client, "/v1/completions", 413, content=content)
-    assert "longer than 16777216 bytes" in error["message"]
+    for how in ({"content": content}, {"content": chunks(content)}):
+        error = await error_of(client, "/v1/completions", 413, **how)
+        assert "longer than 16777216 bytes" in error["message"]
+        assert error["code"] == "body_too_large"
+
+
+async def chunks(content: bytes):
+    """A body of undeclared length."""
+    yield content
+
+
+@pytest.mark.parametrize("where", ["prompt", "foo", "messages", "stop", "chat_template_kwargs"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_deep_nesting_is_no_bug(client, path, where):
+    """Of every depth that the JSON decoder takes."""
+    base = COMPLETION if path == "/v1/completions" else CHAT
+    for depth in (100, 500, 800, 900, 950, 1000, 2000, 10_000):
+        for opening, closing in (("[", "]"), ('{"a":', "}")):
+            deep = opening * depth + "1" + closing * depth
+            if where == "chat_template_kwargs":
+                deep = '{"x": ' + deep + "}"
+            given = "".join(f"{json.dumps(k)}: {json.dumps(v)}, " for k, v in base.items())
+            content = "{" + given + f'"{where}": {deep}' + "}"
+            response = await client.post(path, content=content)
+            assert response.status_code in (200, 400), (depth, response.text)
 
 
 async def test_another_model(client):

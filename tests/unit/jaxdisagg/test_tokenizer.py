@@ -1,12 +1,16 @@
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from jaxdisagg.tokenizer import Tokenizer, TokenizerError
+from jaxdisagg.tokenizer import Tokenizer, TokenizerError, TooManyTokens
 
 
 @pytest.fixture
@@ -35,6 +39,106 @@ def test_token_bytes_are_the_bytes_of_any_token(tiny_tokenizer):
 
 def test_decode_leaves_special_tokens_out_and_replaces_broken_characters(tiny_tokenizer):
     assert tiny_tokenizer.decode([259, 258, 260, 0xF0, 0x9F]) == "hell\ufffd"
+
+
+@given(
+    text=st.text(
+        st.sampled_from("hel <|im_start|>é漢🙂\n") | st.characters(codec="utf-8"), max_size=60
+    )
+)
+def test_more_tokens_than_allowed_are_refused_and_no_fewer(tiny_tokenizer, text):
+    ids = tiny_tokenizer.encode(text)
+    assert tiny_tokenizer.encode(text, most=len(ids)) == ids
+    if ids:
+        with pytest.raises(
+            TooManyTokens, match=r"^\d+ (tokens$|bytes, which are at least \d+ tok)"
+        ):
+            tiny_tokenizer.encode(text, most=len(ids) - 1)
+
+
+def test_a_length_that_tells_is_not_tokenized(tiny_tokenizer):
+    text = "<|im_start|>" * 10
+    assert tiny_tokenizer.encode(text, most=10) == [259] * 10
+    with pytest.raises(TooManyTokens, match="121 bytes, which are at least 11 tokens"):
+        tiny_tokenizer.encode(text + "a", most=10)
+    with pytest.raises(TooManyTokens, match="122 bytes"):
+        tiny_tokenizer.encode(text + "é", most=10)
+
+
+def changed_backend(folder: Path, change) -> Tokenizer:
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    change(backend)
+    return Tokenizer(backend)
+
+
+def removing(backend: tokenizers.Tokenizer) -> None:
+    split = pre_tokenizers.Split(Regex("[a ]+"), "removed")
+    inner = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, inner])
+
+
+def stripping(backend: tokenizers.Tokenizer) -> None:
+    backend.add_special_tokens([AddedToken("<x>", lstrip=True, normalized=False)])
+
+
+def composing(backend: tokenizers.Tokenizer) -> None:
+    backend.normalizer = normalizers.NFC()
+
+
+def replacing(backend: tokenizers.Tokenizer) -> None:
+    backend.normalizer = normalizers.Sequence([normalizers.Replace(Regex("[a ]+"), "")])
+
+
+@pytest.mark.parametrize(
+    ("change", "text", "count"),
+    [
+        (removing, "a" * 1000, 0),
+        (stripping, " " * 1000 + "<x>", 1),
+        (composing, "e\u0301" * 50, 100),
+        (replacing, " " * 1000, 0),
+    ],
+)
+def test_a_text_that_loses_characters_is_not_refused_by_its_length(
+    tiny_folder, change, text, count
+):
+    tokenizer = changed_backend(tiny_folder, change)
+    assert len(tokenizer.encode(text, most=count)) == count
+    if change is composing:
+        with pytest.raises(TooManyTokens, match=r"^100 tokens"):
+            tokenizer.encode(text, most=5)
+        with pytest.raises(TooManyTokens, match="1000 bytes"):
+            tokenizer.encode("a" * 1000, most=5)
+
+
+def test_truncation_and_padding_in_the_file_are_not_applied(tiny_folder):
+    def change(backend: tokenizers.Tokenizer) -> None:
+        backend.enable_truncation(3)
+        backend.enable_padding(length=50)
+
+    assert changed_backend(tiny_folder, change).encode("abcde") == list(b"abcde")
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(smollm2_folder):
+    tokenizer = Tokenizer.from_folder(smollm2_folder)
+    beats, over = 0, threading.Event()
+
+    def beat() -> None:
+        nonlocal beats
+        while not over.wait(0.001):
+            beats += 1
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        time.sleep(0.05)
+        before = beats
+        with pytest.raises(TooManyTokens, match="tokens"):
+            tokenizer.encode("a b" * 200_000, most=100_000)
+        during = beats - before
+    finally:
+        over.set()
+        thread.join()
+    assert during > 10  # with the interpreter's lock held it would be one or two
 
 
 def test_byte_fallback_vocabulary():
