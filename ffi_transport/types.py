@@ -1,6 +1,7 @@
 """Plain data of the transfer engine: its configuration, memory, plans and events."""
 
 import ipaddress
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 PROVIDERS = ("auto", "efa", "verbs", "tcp", "net", "tcp;ofi_rxm", "loopback")
 MAX_UNIT_BYTES = 1 << 20
 """A unit is at most this long; a larger page is planned as several units."""
+
+_DESCRIPTOR = struct.Struct("<QI")
 
 PageList = NDArray[np.integer[Any]] | Sequence[int]
 
@@ -91,10 +94,24 @@ class MemoryRegion:
 
 @dataclass(frozen=True)
 class RemoteRegion:
-    """A peer's registered memory: the `descriptor` that it announced, of `length` bytes."""
+    """A peer's registered memory: the `descriptor` that it announced, of `length` bytes.
+
+    A ValueError if the descriptor is none of ours or is of another length.
+    """
 
     descriptor: bytes
     length: int
+
+    def __post_init__(self) -> None:
+        # As csrc/region.h writes it: the length, the number of domains, and 16 bytes for each.
+        size = len(self.descriptor)
+        if size < _DESCRIPTOR.size:
+            raise ValueError(f"descriptor: {size} bytes are no region descriptor")
+        length, domains = _DESCRIPTOR.unpack_from(self.descriptor)
+        if not domains or size != _DESCRIPTOR.size + 16 * domains:
+            raise ValueError(f"descriptor: {size} bytes are no region descriptor")
+        if length != self.length:
+            raise ValueError(f"length: {self.length}, the descriptor says {length}")
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ class ActiveRequest:
     lease: Lease | None = None
     row: DecodeRow | None = None
     generated: int = 0
-    not_before: float = 0.0
     failed: bool = False
     sent_at: float | None = None
     ready_at: float | None = None
@@ -55,8 +54,14 @@ class ActiveRequest:
 
     @property
     def cache_tokens(self) -> int:
-        """Cache rows that it may ever write: a stopped row runs once more before it is seen."""
-        return self.prompt_length + self.request.max_tokens
+        """Cache rows that it may ever write: the last token drawn is never run."""
+        return self.prompt_length + self.request.max_tokens - 1
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens still to be prefilled or drawn."""
+        to_prefill = 0 if self.row is not None or self.life.over else self.prompt_length - 1
+        return to_prefill + self.request.max_tokens - self.generated
 
     def timing(self) -> RequestTiming | None:
         """The terms of the time to the first token, adding up; None before it is all known."""

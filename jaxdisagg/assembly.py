@@ -9,12 +9,13 @@ from jaxdisagg.api import EngineInfo
 from jaxdisagg.config import NodeConfig
 from jaxdisagg.decode_messenger import DecodeMessenger
 from jaxdisagg.decode_node import DecodeNode
-from jaxdisagg.fabric_events import EventPump, register_cache
+from jaxdisagg.event_pump import EventPump
+from jaxdisagg.local_prefiller import LocalPrefiller
 from jaxdisagg.messages import NodeHello, encode
-from jaxdisagg.mixed_node import LocalPrefiller
 from jaxdisagg.model_loading import LoadedModel
 from jaxdisagg.prefill_messenger import PrefillMessenger
 from jaxdisagg.prefill_node import PrefillNode
+from jaxdisagg.registration import register_cache
 from jaxdisagg.runner import ModelRunner
 from jaxdisagg.sampler import MAX_LOGPROBS
 from jaxdisagg.transfer_plan import CacheLayout
@@ -89,10 +90,10 @@ class PrefillParts:
         self.runner = _runner(node, model, make_trigger(engine.index))
         self.runner.warm_up(progress)
         hello = _hello(node, model, self.runner, engine)
-        messenger = PrefillMessenger(engine, hello, self.runner.cache)
+        messenger = PrefillMessenger(engine, hello, self.runner.cache, model.config.vocab_size)
         self.node = PrefillNode(node, self.runner, messenger)
         messenger.attach(self.node)
-        self._pump = EventPump(engine, messenger.on_events, "prefill-events")
+        self._pump = EventPump(engine, messenger.on_events, self.node.fail, "prefill-events")
         self.node.start()
         self._pump.start()
         engine.set_hello(encode(hello))
@@ -117,7 +118,7 @@ class DecodeParts:
         self.node = DecodeNode(node, self.runner, engine_info(node, model))
         self.messenger = DecodeMessenger(self.node, engine, hello)
         self.node.prefiller = self.messenger
-        self._pump = EventPump(engine, self.messenger.on_events, "decode-events")
+        self._pump = EventPump(engine, self.messenger.on_events, self.node.fail, "decode-events")
         self.node.start()
         self._pump.start()
         engine.set_hello(encode(hello))

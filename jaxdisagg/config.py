@@ -114,7 +114,7 @@ class NodeConfig:
     fabric_port: int = 0
     provider: str = "auto"
     router: str | None = None
-    max_waiting: int = 256
+    max_requests: int = 256
     rules: Path | None = None
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class NodeConfig:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
         if self.role not in ("prefill", "decode", "mixed"):
             raise ValueError(f"role={self.role!r} must be prefill, decode or mixed")
-        _at_least(1, max_waiting=self.max_waiting)
+        _at_least(1, max_requests=self.max_requests)
 
     @property
     def table_width(self) -> int:

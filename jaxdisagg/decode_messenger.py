@@ -9,11 +9,10 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ffi_transport.engine import TransferEngine
-from ffi_transport.errors import TransportError
+from ffi_transport.errors import PeerLost, TransportError
 from ffi_transport.types import (
     CounterOvershoot,
     CounterReached,
@@ -25,32 +24,17 @@ from ffi_transport.types import (
 from jaxdisagg import messages
 from jaxdisagg.active import ActiveRequest
 from jaxdisagg.api import RequestError
-from jaxdisagg.decode_node import DecodeNode, Prefiller
+from jaxdisagg.attempts import Attempt, Attempts
+from jaxdisagg.decode_node import DecodeNode
 from jaxdisagg.messages import MessageError, NodeHello
 from jaxdisagg.prefill_peers import PrefillPeer, PrefillPeers
-from jaxdisagg.slots import SlotAllocator
+from jaxdisagg.prefiller import Prefiller
 from jaxdisagg.transfer_plan import plan
 
 log = logging.getLogger(__name__)
 
-BUSY_DELAY = 0.05
+BUSY_SECONDS = 0.05
 REVOKING_SHARE = 0.25
-
-
-@dataclass(eq=False)
-class Attempt:
-    """One PREFILL: what it holds and what it expects. Times are of `time.monotonic`."""
-
-    id: str
-    active: ActiveRequest
-    peer: PrefillPeer
-    slot: int
-    context: int
-    expected: int
-    pages: int
-    deadline: float
-    cancelled_at: float | None = None
-    resend_at: float = field(default=float("inf"))
 
 
 class DecodeMessenger(Prefiller):
@@ -62,15 +46,14 @@ class DecodeMessenger(Prefiller):
         self._hello = hello
         self._timeouts = node.node.timeouts
         self.peers = PrefillPeers(node.node.id, engine, hello, self._timeouts.connect, node.post)
-        self._slots = SlotAllocator(secrets.randbits(20))
-        self._contexts = [
-            list(range(1, node.runner.cache.context_rows)) for _ in range(node.runner.dp)
-        ]
-        self._awaiting: dict[str, Attempt] = {}
-        self._by_slot: dict[int, Attempt] = {}
-        self._by_request: dict[str, Attempt] = {}
+        self._attempts = Attempts(
+            engine,
+            hello.epoch,
+            secrets.randbits(engine.config.slot_bits),
+            node.runner.dp,
+            node.runner.cache.context_rows,
+        )
         self._told: dict[str, ActiveRequest] = {}
-        self._sequence = 0
         self._page_writes = 0
 
     # ---- Prefiller -----------------------------------------------------------------------------
@@ -79,47 +62,40 @@ class DecodeMessenger(Prefiller):
         """None when a prefill node is connected, or what is known of those that are not."""
         return self.peers.missing()
 
+    def never_fits(self, prompt_length: int) -> str | None:
+        """Why no connected prefill node can ever take such a prompt, or None."""
+        return self.peers.never_fits(prompt_length)
+
     def has_room(self, active: ActiveRequest) -> bool:
-        """Whether there is a slot and a context buffer, and pages within the half of the pool.
+        """Whether there is a peer, a slot, a context buffer, and room in the half of the pool.
 
         Requests that await prefill hold at most half of the pages (R9); one alone may hold more.
         """
-        if not self._slots.free or not all(self._contexts):
+        if not self._attempts.has_room:
+            return False
+        if self.peers.choose(active.prompt_length, time.monotonic()) is None:
             return False
         pages = -(-active.cache_tokens // self._node.node.cache.page_size)
-        awaiting = sum(a.pages for a in self._awaiting.values())
+        awaiting = self._attempts.pages
         total = sum(pool.counts().total for pool in self._node.pools)
         return not awaiting or awaiting + pages <= total // 2
 
     def begin(self, active: ActiveRequest) -> None:
         """Arm the counter, then send PREFILL to the peer with the fewest outstanding tokens."""
-        peer = self.peers.choose()
+        now = time.monotonic()
+        peer = self.peers.choose(active.prompt_length, now)
         assert active.lease is not None
         assert peer is not None
-        now = time.monotonic()
-        transfer_plan = plan(peer.hello.layout, self._hello.layout)
+        seed = secrets.randbits(32)
+        transfer_plan = plan(peer.hello.layout, self._hello.layout, seed)
         expected = transfer_plan.expected_units(active.prompt_length, context_buffers=1)
         pages = transfer_plan.pages_for(active.prompt_length)
-        self._sequence += 1
-        attempt = Attempt(
-            id=f"{self._hello.epoch:016x}-{self._sequence}",
-            active=active,
-            peer=peer,
-            slot=self._slots.take(),
-            context=self._contexts[active.rank].pop(),
-            expected=expected,
-            pages=len(active.lease.pages),
-            deadline=now + self._timeouts.prefill,
-        )
-        self._awaiting[attempt.id] = attempt
-        self._by_slot[attempt.slot] = attempt
-        self._by_request[active.id] = attempt
-        self._engine.arm(attempt.slot, expected)
+        deadline = now + self._timeouts.prefill
+        attempt = self._attempts.open(active, peer, expected, deadline)
         self._node.pools[active.rank].expose(active.lease)
         active.sent_at = now
         active.account.node = peer.name
         active.account.pages = pages
-        peer.outstanding += active.prompt_length
         message = messages.Prefill(
             request=attempt.id,
             slot=attempt.slot,
@@ -127,26 +103,29 @@ class DecodeMessenger(Prefiller):
             tokens=messages.pack(active.request.prompt),
             pages=messages.pack(active.lease.pages[:pages]),
             dp_rank=active.rank,
-            seed=secrets.randbits(32),
+            seed=seed,
             deadline_ms=int(self._timeouts.prefill * 1000),
             context=attempt.context,
         )
-        if not self._send(peer, message):
-            # The loss of the peer is on its way as an event, after its endpoint was fenced, and
-            # ends this attempt with all others.
+        try:
+            self._engine.send(peer.id, messages.encode(message))
+        except PeerLost:
+            # Its loss comes as an event, after its endpoint was fenced, and ends all attempts.
             log.debug("PREFILL %s found %s gone", attempt.id, peer.name)
+        except TransportError as error:  # it takes no messages any more: nothing was sent
+            self._fence(peer, str(error))
 
     def cancel(self, active: ActiveRequest) -> None:
         """Ask for the end of the writes, again and again until the answer or the fence."""
-        attempt = self._by_request[active.id]
+        attempt = self._attempts.of_request(active)
         attempt.cancelled_at = time.monotonic()
         self._send_cancel(attempt, attempt.cancelled_at)
 
     def tick(self, now: float) -> bool:
         """Deadlines of prefills, resent CANCELs, fences, and new connections."""
         self.peers.tick(now)
-        for attempt in list(self._awaiting.values()):
-            if self._awaiting.get(attempt.id) is not attempt:
+        for attempt in self._attempts:
+            if self._attempts.awaiting(attempt.id) is not attempt:
                 continue  # a fence ended it meanwhile
             if attempt.cancelled_at is not None:
                 if now - attempt.cancelled_at >= self._patience(attempt):
@@ -163,7 +142,7 @@ class DecodeMessenger(Prefiller):
             min(a.resend_at, a.cancelled_at + self._patience(a))
             if a.cancelled_at is not None
             else a.deadline
-            for a in self._awaiting.values()
+            for a in self._attempts
         ]
         connect = self.peers.next_deadline()
         return min([*times, *([] if connect is None else [connect])], default=None)
@@ -202,20 +181,24 @@ class DecodeMessenger(Prefiller):
                 log.warning("unexpected event on a decode node: %s", event)
 
     def _on_count(self, slot: int, count: int, now: float) -> None:
-        attempt = self._by_slot.get(slot)
-        if attempt is None or attempt.cancelled_at is not None or attempt.id not in self._awaiting:
+        attempt = self._attempts.of_slot(slot)
+        if (
+            attempt is None
+            or attempt.cancelled_at is not None
+            or self._attempts.awaiting(attempt.id) is None
+        ):
             return  # a count reached while REVOKING frees nothing (R15)
         self._page_writes += count
         attempt.active.account.page_writes = count
-        self._settle(attempt)
+        self._attempts.settle(attempt)
         self._told[attempt.id] = attempt.active
-        while len(self._told) > self._node.node.max_waiting:
+        while len(self._told) > self._node.node.max_requests:
             del self._told[next(iter(self._told))]
         self._node.prefilled(attempt.active, now)
 
     def _on_overshoot(self, event: CounterOvershoot) -> None:
         """A write came twice, so that another one may be missing: the cache cannot be trusted."""
-        attempt = self._by_slot.get(event.slot)
+        attempt = self._attempts.of_slot(event.slot)
         log.error("slot %d: %d units, %d were expected", event.slot, event.seen, event.expected)
         if attempt is None:
             return
@@ -224,8 +207,8 @@ class DecodeMessenger(Prefiller):
             "expected"
         )
         self._fence(attempt.peer, reason)
-        if self._by_request.get(attempt.active.id) is attempt and not attempt.active.life.over:
-            self._node.fail(
+        if not attempt.active.life.over:
+            self._node.fail_request(
                 attempt.active,
                 RequestError(502, f"{attempt.peer.name}: {reason}", code="prefill_failed"),
             )
@@ -242,17 +225,18 @@ class DecodeMessenger(Prefiller):
         if not isinstance(message, messages.Busy | messages.Failed | messages.CancelAck):
             log.error("%s is no message for a decode node", type(message).__name__)
             return
-        attempt = self._awaiting.get(message.request)
+        attempt = self._attempts.awaiting(message.request)
         if attempt is None or attempt.peer.id != peer_id:
             return  # the answer to a resent CANCEL
-        self._settle(attempt)
+        self._attempts.settle(attempt)
         if attempt.cancelled_at is not None:
             self._node.prefill_over(attempt.active)
         elif isinstance(message, messages.Busy):
-            self._node.requeue(attempt.active, now + BUSY_DELAY)
+            attempt.peer.busy_until = now + BUSY_SECONDS
+            self._node.requeue(attempt.active)
         else:
             reason = message.reason if isinstance(message, messages.Failed) else "it was cancelled"
-            self._node.fail(
+            self._node.fail_request(
                 attempt.active,
                 RequestError(
                     502,
@@ -264,7 +248,7 @@ class DecodeMessenger(Prefiller):
     def _on_telemetry(self, message: messages.Telemetry) -> None:
         active = self._told.pop(message.request, None)
         if active is None:
-            attempt = self._awaiting.get(message.request)
+            attempt = self._attempts.awaiting(message.request)
             if attempt is None:
                 return
             active = attempt.active
@@ -275,28 +259,12 @@ class DecodeMessenger(Prefiller):
 
     # ---- ends ----------------------------------------------------------------------------------
 
-    def _settle(self, attempt: Attempt) -> None:
-        """The prefill is over, well or not: nobody waits for it any more."""
-        attempt.peer.outstanding -= attempt.active.prompt_length
-        del self._awaiting[attempt.id]
-
     def release(self, active: ActiveRequest) -> None:
-        """Give back slot and context buffer together with the pages.
-
-        Until then the slot stays armed: a duplicate that made the count early would otherwise pass
-        unseen, since the unit that it stood for would only be stale (R6).
-        """
-        attempt = self._by_request.pop(active.id, None)
-        if attempt is None:
-            return  # a prompt of one token
-        self._engine.disarm(attempt.slot)
-        self._slots.give(attempt.slot)
-        del self._by_slot[attempt.slot]
-        self._contexts[active.rank].append(attempt.context)
+        """Give back slot and context buffer together with the pages."""
+        self._attempts.release(active)
 
     def _arrived(self, attempt: Attempt) -> str:
-        seen = self._engine.seen(attempt.slot)
-        return f"{seen} of {attempt.expected} page-writes had arrived"
+        return f"{self._attempts.seen(attempt)} of {attempt.expected} page-writes had arrived"
 
     def _late(self, attempt: Attempt) -> RequestError:
         waited = time.monotonic() - (attempt.active.sent_at or 0.0)
@@ -309,13 +277,13 @@ class DecodeMessenger(Prefiller):
 
     def _peer_gone(self, peer: PrefillPeer, reason: str) -> None:
         """The peer's data endpoint is closed: every attempt with it is over."""
-        for attempt in [a for a in self._awaiting.values() if a.peer is peer]:
+        for attempt in [a for a in self._attempts if a.peer is peer]:
             arrived = self._arrived(attempt)
-            self._settle(attempt)
+            self._attempts.settle(attempt)
             if attempt.cancelled_at is not None:
                 self._node.prefill_over(attempt.active)
                 continue
-            self._node.fail(
+            self._node.fail_request(
                 attempt.active,
                 RequestError(
                     502,
@@ -328,7 +296,6 @@ class DecodeMessenger(Prefiller):
         log.warning("fencing prefill node %s: %s", peer.name, reason)
         try:
             self._engine.fence(peer.id)
-            self._engine.disconnect(peer.id)
         except TransportError as error:
             log.debug("fence of %s: %s", peer.name, error)
         self.peers.lost(peer.id, reason)
@@ -346,15 +313,10 @@ class DecodeMessenger(Prefiller):
 
     def _send_cancel(self, attempt: Attempt, now: float) -> None:
         attempt.resend_at = now + self._timeouts.cancel_resend
-        self._send(attempt.peer, messages.Cancel(attempt.id))
-
-    def _send(self, peer: PrefillPeer, message: messages.Message) -> bool:
         try:
-            self._engine.send(peer.id, messages.encode(message))
-        except TransportError as error:
-            log.debug("%s to %s was not sent: %s", type(message).__name__, peer.name, error)
-            return False
-        return True
+            self._engine.send(attempt.peer.id, messages.encode(messages.Cancel(attempt.id)))
+        except TransportError as error:  # resent, or ended by the fence
+            log.debug("CANCEL to %s was not sent: %s", attempt.peer.name, error)
 
     def state(self) -> dict[str, Any]:
         """Its part of /debug/state."""
@@ -365,10 +327,10 @@ class DecodeMessenger(Prefiller):
                     "request": a.active.id,
                     "prefill_node": a.peer.name,
                     "expected": a.expected,
-                    "seen": self._engine.seen(a.slot),
+                    "seen": self._attempts.seen(a),
                     "cancelled": a.cancelled_at is not None,
                 }
-                for a in list(self._awaiting.values())
+                for a in self._attempts
             ],
             "page_writes": self._page_writes,
             "fabric": {"provider": self._engine.provider, **self._engine.counters()},

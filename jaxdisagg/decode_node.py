@@ -1,18 +1,18 @@
 """The decode side of a request's life: admit, have it prefilled, decode it, stream its tokens.
 
 `DecodeNode` is the engine behind the HTTP server. Where a prompt is prefilled is its `Prefiller`'s
-business: a remote node (decode_messenger.py) or this one (mixed_node.py).
+business: a remote node's (decode_messenger.py) or its own (local_prefiller.py).
 """
 
 import logging
 import secrets
 import time
-from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from jaxdisagg.active import ActiveRequest
+from jaxdisagg.admission import Admission
 from jaxdisagg.api import (
     EngineInfo,
     GenerationRequest,
@@ -22,7 +22,8 @@ from jaxdisagg.api import (
 )
 from jaxdisagg.config import NodeConfig
 from jaxdisagg.loop import StepLoop
-from jaxdisagg.page_pool import PagePool, PageState
+from jaxdisagg.page_pool import PageState
+from jaxdisagg.prefiller import Prefiller
 from jaxdisagg.request import DecodeState, decode_life
 from jaxdisagg.runner import DecodeResult, ModelRunner, RowSampling
 from jaxdisagg.sampler import MAX_LOGPROBS
@@ -34,46 +35,6 @@ log = logging.getLogger(__name__)
 KEPT_TIMINGS = 1024
 
 
-class Prefiller(ABC):
-    """Fills the cache rows of all prompt tokens but the last. Called on the step loop alone."""
-
-    @abstractmethod
-    def unavailable(self) -> str | None:
-        """None, or why no prompt can be prefilled at present."""
-
-    @abstractmethod
-    def has_room(self, active: ActiveRequest) -> bool:
-        """Whether `begin` can take this request now; if not, it waits."""
-
-    @abstractmethod
-    def begin(self, active: ActiveRequest) -> None:
-        """Start prefilling into the request's leased pages; ends in `node.prefilled` or a fail."""
-
-    @abstractmethod
-    def cancel(self, active: ActiveRequest) -> None:
-        """Stop for a request that is CANCELLING; ends in `node.prefill_over`."""
-
-    @abstractmethod
-    def release(self, active: ActiveRequest) -> None:
-        """The request's pages go back to the pool: give back what was leased beside them (R5)."""
-
-    @abstractmethod
-    def tick(self, now: float) -> bool:
-        """Do what is due. Returns whether there may be more to do at once."""
-
-    @abstractmethod
-    def next_deadline(self) -> float | None:
-        """When `tick` has something to do by itself."""
-
-    @abstractmethod
-    def close(self, reason: str) -> None:
-        """The node ends."""
-
-    @abstractmethod
-    def state(self) -> dict[str, Any]:
-        """Its part of /debug/state."""
-
-
 class DecodeNode(StepLoop):
     """Continuous batching over one runner. Public methods are for the server's event loop."""
 
@@ -82,10 +43,10 @@ class DecodeNode(StepLoop):
         self.node = node
         self.runner = runner
         self.prefiller: Prefiller | None = None
-        self.pools = [PagePool(node.cache.pages, node.cache.page_size) for _ in range(runner.dp)]
         self._info = info
         self._scheduler = DecodeScheduler(runner.dp, node.batch.decode_rows)
-        self._queue: deque[ActiveRequest] = deque()
+        self._admission = Admission(node, runner.dp)
+        self.pools = self._admission.pools
         self._active: dict[str, ActiveRequest] = {}
         self._in_flight: DecodeResult | None = None
         self._release_later: list[ActiveRequest] = []
@@ -99,41 +60,9 @@ class DecodeNode(StepLoop):
         """The model and the limits."""
         return self._info
 
-    def check(self, request: GenerationRequest) -> None:
-        """Raise RequestError(400) for a request that can never be served, naming the limit."""
-        total = len(request.prompt) + request.max_tokens
-        limit = self.node.batch.max_model_len
-        if total > limit:
-            raise RequestError(
-                400,
-                f"the prompt's {len(request.prompt)} tokens and max_tokens={request.max_tokens} "
-                f"exceed the {limit} tokens of a request",
-                code="context_length_exceeded",
-                param="max_tokens" if len(request.prompt) < limit else "prompt",
-            )
-        pages = -(-total // self.node.cache.page_size)
-        most = self.pools[0].counts().total
-        if pages > most:
-            raise RequestError(
-                400,
-                f"the request needs {pages} cache pages of {self.node.cache.page_size} tokens, "
-                f"the node has {most}",
-                code="context_length_exceeded",
-                param="max_tokens",
-            )
-
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput]:
         """Stream the tokens of a request; see `api.Engine`."""
-        self.check(request)
-        if self.failure is not None:
-            raise RequestError(503, f"the node has failed: {self.failure}", code="node_failed")
-        if len(self._active) >= self.node.max_waiting:
-            raise RequestError(
-                429,
-                f"{len(self._active)} requests are in this node, max_waiting is "
-                f"{self.node.max_waiting}",
-                code="overloaded",
-            )
+        self._admission.check(request, self.prefiller)
         seed = request.sampling.seed
         sampling = RowSampling(
             request.sampling.temperature,
@@ -183,20 +112,28 @@ class DecodeNode(StepLoop):
 
     def outstanding_tokens(self) -> int:
         """Prompt and answer tokens not yet run, for the router."""
-        return sum(
-            a.cache_tokens - a.generated for a in list(self._active.values()) if not a.life.over
-        )
+        return sum(a.outstanding_tokens for a in list(self._active.values()))
 
     # ---- on the step loop ------------------------------------------------------------------
 
     def _submit(self, active: ActiveRequest) -> None:
-        if active.id in self._active:
-            active.stream.fail(
-                RequestError(400, f"request id {active.id!r} is in use", param="request_id")
+        error = None
+        if self.failure is not None:
+            error = RequestError(503, f"the node has failed: {self.failure}", code="node_failed")
+        elif active.id in self._active:
+            error = RequestError(400, f"request id {active.id!r} is in use", param="request_id")
+        elif len(self._active) >= self.node.max_requests:
+            error = RequestError(
+                429,
+                f"{len(self._active)} requests are in this node, max_requests is "
+                f"{self.node.max_requests}",
+                code="overloaded",
             )
+        if error is not None:
+            active.stream.fail(error)
             return
         self._active[active.id] = active
-        self._queue.append(active)
+        self._admission.add(active)
 
     def _client_left(self, active: ActiveRequest) -> None:
         """The stream was closed: by its end, or by a client that left before."""
@@ -204,7 +141,7 @@ class DecodeNode(StepLoop):
             return
         state = active.life.state
         if state is DecodeState.QUEUED:
-            self._queue.remove(active)
+            self._admission.remove(active)
             self._end(active, DecodeState.CANCELLED)
         elif state is DecodeState.AWAITING_PREFILL:
             self._revoke(active)
@@ -218,11 +155,10 @@ class DecodeNode(StepLoop):
         self.pools[active.rank].revoke(active.lease)
         self.prefiller.cancel(active)
 
-    def fail(self, active: ActiveRequest, error: RequestError) -> None:
+    def fail_request(self, active: ActiveRequest, error: RequestError) -> None:
         """Report an error for a request; nothing may be able to write its pages any more."""
         active.stream.fail(error)
-        if active.life.state is DecodeState.QUEUED and active in self._queue:
-            self._queue.remove(active)
+        self._admission.remove(active)
         self._end(active, DecodeState.FAILED)
 
     def fail_and_cancel(self, active: ActiveRequest, error: RequestError) -> None:
@@ -253,12 +189,11 @@ class DecodeNode(StepLoop):
         """A CANCELLING request's pages cannot be written any more."""
         self._end(active, DecodeState.FAILED if active.failed else DecodeState.CANCELLED)
 
-    def requeue(self, active: ActiveRequest, not_before: float) -> None:
-        """The prefill node was busy and wrote nothing: wait, then take new pages and a new slot."""
+    def requeue(self, active: ActiveRequest) -> None:
+        """The prefill node was busy and wrote nothing: take new pages and a new slot later."""
         self._release(active)
-        active.not_before = not_before
         active.life.advance(DecodeState.QUEUED)
-        self._queue.appendleft(active)
+        self._admission.requeue(active)
 
     def _end(self, active: ActiveRequest, state: DecodeState) -> None:
         """The last transition of a request; its pages go back, after the step in flight if any."""
@@ -291,45 +226,16 @@ class DecodeNode(StepLoop):
         self.prefiller.release(active)
 
     def _admit(self, now: float) -> None:
-        """Take requests from the queue, first come first served, while pages and peers allow."""
+        """Begin what can begin, and end what has waited too long."""
         assert self.prefiller is not None
-        while self._queue:
-            active = self._queue[0]
-            if now - active.arrived > self.node.timeouts.queue:
-                self.fail(active, self._waited_too_long(active, now))
-                continue
-            if now < active.not_before:
-                return
-            alone = active.prompt_length == 1
-            if not alone:
-                missing = self.prefiller.unavailable()
-                if missing is not None:
-                    self.fail(active, RequestError(503, missing, code="no_prefill_node"))
-                    continue
-                if not self.prefiller.has_room(active):
-                    return
-            pages = -(-active.cache_tokens // self.node.cache.page_size)
-            rank = max(range(self.runner.dp), key=lambda r: self.pools[r].counts().free)
-            lease = self.pools[rank].lease(pages)
-            if lease is None:
-                return
-            self._queue.popleft()
-            active.rank, active.lease = rank, lease
-            if alone:
+        for active, error in self._admission.expired(now, self.prefiller.unavailable()):
+            self.fail_request(active, error)
+        for active in self._admission.admit(self.prefiller):
+            if active.prompt_length == 1:
                 self.prefilled(active, now)
             else:
                 active.life.advance(DecodeState.AWAITING_PREFILL)
                 self.prefiller.begin(active)
-
-    def _waited_too_long(self, active: ActiveRequest, now: float) -> RequestError:
-        need = -(-active.cache_tokens // self.node.cache.page_size)
-        free = max(pool.counts().free for pool in self.pools)
-        return RequestError(
-            503,
-            f"the request waited {now - active.arrived:.0f} s for {need} cache pages; {free} are "
-            f"free and {len(self._active)} requests are in this node",
-            code="overloaded",
-        )
 
     def tick(self, now: float) -> bool:
         """Admit, prefill (mixed), dispatch one decode step, and read the one before it."""
@@ -402,13 +308,12 @@ class DecodeNode(StepLoop):
         active.stream.deliver(output)
 
     def next_deadline(self) -> float | None:
-        """When something is due without a call: the prefiller's next time, or a retry."""
-        times = [] if self.prefiller is None else [self.prefiller.next_deadline()]
-        if self._queue:
-            first = self._queue[0]
-            times.append(first.arrived + self.node.timeouts.queue)
-            if first.not_before > time.monotonic():
-                times.append(first.not_before)
+        """When something is due without a call: the prefiller's next time, or a waiter's end."""
+        assert self.prefiller is not None
+        times = (
+            self.prefiller.next_deadline(),
+            self._admission.next_deadline(self.prefiller.unavailable()),
+        )
         return min((t for t in times if t is not None), default=None)
 
     def on_failure(self, reason: str) -> None:

@@ -35,7 +35,7 @@ class StepLoop(ABC):
 
     @abstractmethod
     def on_failure(self, reason: str) -> None:
-        """The loop ended by an exception: fail what is open. Runs on the loop's thread."""
+        """An exception ended the stepping: fail what is open. Calls that are posted still run."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -44,6 +44,14 @@ class StepLoop(ABC):
     def post(self, call: Callable[[], None]) -> None:
         """Run `call` on the loop's thread, soon and in order."""
         self._calls.put(call)
+
+    def fail(self, reason: str) -> None:
+        """End the stepping for a reason found outside the loop; for any thread."""
+
+        def raise_it() -> None:
+            raise RuntimeError(reason)
+
+        self.post(raise_it)
 
     def stop(self, timeout: float) -> bool:
         """End the thread after its present tick. Returns whether it ended in time."""
@@ -79,3 +87,5 @@ class StepLoop(ABC):
             log.exception("the step loop failed")
             self.failure = f"{type(error).__name__}: {error}"
             self.on_failure(self.failure)
+            while not self._stopping.is_set():
+                self._drain(MAX_WAIT)  # what is still posted must be answered, if only by no

@@ -12,14 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import PeerLost, TransportError
 from ffi_transport.types import (
     Event,
     MessageReceived,
-    PageUnit,
     PeerConnected,
     PeerLostEvent,
     PlanWrite,
@@ -28,10 +25,11 @@ from ffi_transport.types import (
 )
 from jaxdisagg import messages
 from jaxdisagg.cache import PagedCache
-from jaxdisagg.fabric_events import RemoteCache
 from jaxdisagg.messages import MessageError, NodeHello
+from jaxdisagg.registration import RemoteCache
 from jaxdisagg.scheduler import PrefillStep
-from jaxdisagg.transfer_plan import TransferPlan, plan
+from jaxdisagg.step_plans import StepPlanner
+from jaxdisagg.transfer_plan import plan
 
 if TYPE_CHECKING:
     from jaxdisagg.prefill_node import PrefillNode, PrefillRequest
@@ -53,15 +51,18 @@ class DecodePeer:
 class PrefillMessenger:
     """Used on the node's loop alone, but for `on_events`, which the event pump calls."""
 
-    def __init__(self, engine: TransferEngine, hello: NodeHello, cache: PagedCache) -> None:
+    def __init__(
+        self, engine: TransferEngine, hello: NodeHello, cache: PagedCache, vocab_size: int
+    ) -> None:
         self._engine = engine
+        self._vocab_size = vocab_size
         self._hello = hello
         self._cache = cache
-        self._ordinals = {shard.rank: shard.ordinal for shard in cache.shards() if shard.layer == 0}
+        self._planner = StepPlanner(hello.layout, cache)
         self._peers: dict[int, DecodePeer] = {}
-        self._refused: dict[str, str] = {}
+        self._refused: dict[int, str] = {}
         self._transfers: dict[int, PrefillRequest] = {}
-        self._tombstones: OrderedDict[str, None] = OrderedDict()
+        self._tombstones: OrderedDict[tuple[int, str], None] = OrderedDict()
         self._node: PrefillNode | None = None
         self._page_writes = 0
 
@@ -90,6 +91,7 @@ class PrefillMessenger:
             case PeerConnected():
                 self._greet(event)
             case PeerLostEvent():
+                self._refused.pop(event.peer, None)
                 peer = self._peers.pop(event.peer, None)
                 if peer is not None:
                     log.warning("decode node %s was lost: %s", peer.name, event.reason)
@@ -110,20 +112,20 @@ class PrefillMessenger:
                 log.warning("unexpected event on a prefill node: %s", event)
 
     def _greet(self, event: PeerConnected) -> None:
+        problems: list[str]
         try:
             theirs = messages.decode_hello(event.hello)
-        except MessageError as error:
-            self._refused[event.address] = str(error)
-            log.error("refused the node at %s: %s", event.address, error)
+            problems = messages.compatibility(self._hello, theirs)
+            remote = None if problems else RemoteCache(theirs)
+        except ValueError as error:
+            theirs, remote, problems = None, None, [str(error)]
+        name = theirs.node if theirs is not None else event.address
+        if theirs is None or remote is None:
+            self._refused[event.peer] = f"{name}: {'; '.join(problems)}"
+            log.error("refused decode node %s: %s", name, "; ".join(problems))
             return
-        problems = messages.compatibility(self._hello, theirs)
-        if problems:
-            self._refused[theirs.node] = "; ".join(problems)
-            log.error("refused decode node %s: %s", theirs.node, "; ".join(problems))
-            return
-        self._refused.pop(theirs.node, None)
-        self._peers[event.peer] = DecodePeer(theirs.node, theirs, RemoteCache(theirs))
-        log.info("decode node %s connected", theirs.node)
+        self._peers[event.peer] = DecodePeer(name, theirs, remote)
+        log.info("decode node %s connected", name)
 
     def _receive(self, peer: int, payload: bytes, now: float) -> None:
         try:
@@ -140,24 +142,14 @@ class PrefillMessenger:
                 log.error("%s is no message for a prefill node", type(message).__name__)
 
     def _on_prefill(self, peer: int, message: messages.Prefill, now: float) -> None:
-        if message.request in self._tombstones:
+        if (peer, message.request) in self._tombstones:
             self.acknowledge_cancel(peer, message.request)
             return
-        if self.node.knows(message.request):
-            self.report_failure(peer, message.request, "refused", "the request id is in use")
+        if self.node.owner(message.request) is not None:
+            # Any answer would be a terminal word about a request whose writes go on (R15).
+            log.error("PREFILL %s came twice; the second is ignored", message.request)
             return
-        known = self._peers.get(peer)
-        if known is None:
-            reason = "; ".join(self._refused.values()) or "it did not greet"
-            self.report_failure(peer, message.request, "refused", f"the node was refused: {reason}")
-            return
-        problem = message.problem(known.hello) or self.node.never_fits(message)
-        if problem is None:
-            expected = self._plan(known, message.seed).expected_units(
-                message.prompt_length, context_buffers=int(message.context is not None)
-            )
-            if message.expected != (expected,):
-                problem = f"expected: {message.expected} there, {(expected,)} by {self._hello.node}"
+        problem = self._problem(peer, message)
         if problem is not None:
             self.report_failure(peer, message.request, "refused", problem)
             return
@@ -165,19 +157,34 @@ class PrefillMessenger:
         if busy is not None:
             self._send(peer, messages.Busy(message.request, busy))
 
+    def _problem(self, peer: int, message: messages.Prefill) -> str | None:
+        """What is wrong with a PREFILL, or None: nothing of it may fail later, within a step."""
+        known = self._peers.get(peer)
+        if known is None:
+            return f"the node was refused: {self._refused.get(peer, 'it did not greet')}"
+        problem = message.problem(known.hello) or self.node.never_fits(message)
+        if problem is not None:
+            return problem
+        highest = int(messages.unpack(message.tokens).max())
+        if highest >= self._vocab_size:
+            return f"tokens: {highest}, the model has token ids below {self._vocab_size}"
+        expected = plan(self._hello.layout, known.hello.layout, message.seed).expected_units(
+            message.prompt_length, context_buffers=int(message.context is not None)
+        )
+        if message.expected != (expected,):
+            return f"expected: {message.expected} there, {(expected,)} by {self._hello.node}"
+        return None
+
     def _on_cancel(self, peer: int, request_id: str) -> None:
-        if self.node.knows(request_id):
+        if self.node.owner(request_id) == peer:
             self.node.cancel(request_id)
             return
-        self._tombstones[request_id] = None
+        self._tombstones[peer, request_id] = None
         while len(self._tombstones) > KEPT_TOMBSTONES:
             self._tombstones.popitem(last=False)
         self.acknowledge_cancel(peer, request_id)
 
     # ---- transfers ---------------------------------------------------------------------------
-
-    def _plan(self, peer: DecodePeer, seed: int) -> TransferPlan:
-        return plan(self._hello.layout, peer.hello.layout, seed)
 
     def open_transfer(self, request: "PrefillRequest") -> int | None:
         """All the writes of one request; None if its decode node is gone."""
@@ -188,6 +195,14 @@ class PrefillMessenger:
             return None
         self._transfers[transfer] = request
         return transfer
+
+    def fence(self, peer: int, reason: str) -> None:
+        """Close a peer's data endpoint: its transfers end, and then it counts as lost."""
+        log.warning("fencing peer %d: %s", peer, reason)
+        try:
+            self._engine.fence(peer)
+        except TransportError as error:
+            log.debug("fence of peer %d: %s", peer, error)
 
     def cancel_transfer(self, transfer: int) -> None:
         """Post nothing more; the transfer ends when what was posted has drained."""
@@ -204,70 +219,19 @@ class PrefillMessenger:
         writes: list[PlanWrite] = []
         for chunk, request in zip(step.chunks, requests, strict=True):
             peer = self._peers.get(request.peer)
-            if peer is None or request.transfer is None:
-                continue
-            transfer_plan = self._plan(peer, request.message.seed)
-            pages = transfer_plan.chunk_pages(chunk.begin, chunk.end, chunk.job.total)
-            if pages:
-                writes += self._page_writes_of(transfer_plan, peer, request, pages)
-            if chunk.last and request.message.context is not None:
-                writes.append(self._context_write(peer, request))
-        layers = len(self._cache.layers) + 1
-        self._engine.add_plan(number, self._ordinals.values(), layers, writes)
+            if peer is not None and request.transfer is not None:
+                writes += self._planner.writes_of(chunk, request, peer.remote)
+        try:
+            self._engine.add_plan(number, self._planner.ordinals, self._planner.layers, writes)
+        except (ValueError, TransportError) as error:
+            # The step runs without a plan; the requests in it fail, the node does not.
+            log.exception("no plan for step %d", number)
+            for request in requests:
+                self.node.fail_request(request, "plan", str(error))
+            return
         for chunk, request in zip(step.chunks, requests, strict=True):
             if chunk.last and request.transfer is not None:
                 self._engine.seal(request.transfer)
-
-    def _page_writes_of(
-        self, transfer_plan: TransferPlan, peer: DecodePeer, request: "PrefillRequest", pages: range
-    ) -> list[PlanWrite]:
-        assert request.lease is not None
-        assert request.transfer is not None
-        message = request.message
-        source, destination = transfer_plan.source, transfer_plan.destination
-        source_pages = request.lease.pages[pages.start : pages.stop]
-        destination_pages = message.page_ids()[pages.start : pages.stop]
-        return [
-            PlanWrite(
-                transfer=request.transfer,
-                ordinal=self._ordinals[source.ordinal(request.rank, unit.source_rank)],
-                first_layer=0,
-                layers=source.layers,
-                source_pages=source_pages,
-                destination_pages=destination_pages,
-                unit=PageUnit(
-                    source_page_bytes=source.shard_bytes,
-                    source_offset=unit.source_offset,
-                    destination_page_bytes=destination.shard_bytes,
-                    destination_offset=unit.destination_offset,
-                    length=unit.length,
-                ),
-                remotes=peer.remote.layers(message.dp_rank, unit.destination_rank),
-            )
-            for unit in transfer_plan.units
-        ]
-
-    def _context_write(self, peer: DecodePeer, request: "PrefillRequest") -> PlanWrite:
-        """The hidden state of the last prefilled token: one row, one unit, after the last layer."""
-        assert request.transfer is not None
-        assert request.message.context is not None
-        region, buffers = peer.remote.context(request.message.dp_rank)
-        return PlanWrite(
-            transfer=request.transfer,
-            ordinal=self._ordinals[self._hello.layout.ordinal(request.rank, 0)],
-            first_layer=len(self._cache.layers),
-            layers=1,
-            source_pages=np.array([request.context], np.uint32),
-            destination_pages=np.array([request.message.context], np.uint32),
-            unit=PageUnit(
-                source_page_bytes=self._cache.context_bytes,
-                source_offset=0,
-                destination_page_bytes=buffers.buffer_bytes,
-                destination_offset=0,
-                length=buffers.buffer_bytes,
-            ),
-            remotes=(region,),
-        )
 
     # ---- answers -----------------------------------------------------------------------------
 
@@ -310,17 +274,13 @@ class PrefillMessenger:
     def close(self, reason: str) -> None:
         """Fence every peer: nothing of this node's memory is read for them any more."""
         for peer in list(self._peers):
-            try:
-                self._engine.fence(peer)
-                self._engine.disconnect(peer)
-            except TransportError as error:
-                log.debug("peer %d at close (%s): %s", peer, reason, error)
+            self.fence(peer, reason)
 
     def state(self) -> dict[str, Any]:
         """Its part of /debug/state."""
         return {
             "peers": {str(k): p.name for k, p in list(self._peers.items())},
-            "refused": dict(self._refused),
+            "refused": list(self._refused.values()),
             "page_writes": self._page_writes,
             "fabric": {"provider": self._engine.provider, **self._engine.counters()},
         }

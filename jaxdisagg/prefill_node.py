@@ -76,8 +76,8 @@ class PrefillNode(StepLoop):
 
     def accept(self, message: Prefill, peer: int, now: float) -> str | None:
         """Queue a PREFILL; a reason to answer BUSY otherwise."""
-        if len(self._requests) >= self.node.max_waiting:
-            return f"{len(self._requests)} requests are here, max_waiting={self.node.max_waiting}"
+        if len(self._requests) >= self.node.max_requests:
+            return f"{len(self._requests)} requests are here, max_requests={self.node.max_requests}"
         request = PrefillRequest(
             message,
             peer,
@@ -90,9 +90,10 @@ class PrefillNode(StepLoop):
         self._queue.append(request)
         return None
 
-    def knows(self, request_id: str) -> bool:
-        """Whether a request is open here."""
-        return request_id in self._requests
+    def owner(self, request_id: str) -> int | None:
+        """The peer whose request this is, if it is open."""
+        request = self._requests.get(request_id)
+        return None if request is None else request.peer
 
     def never_fits(self, message: Prefill) -> str | None:
         """Why this prompt can never be prefilled here, or None."""
@@ -107,6 +108,10 @@ class PrefillNode(StepLoop):
     def cancel(self, request_id: str) -> None:
         """Stop a request: nothing more is posted; the answer is sent when its writes drained."""
         self._abort(self._requests[request_id], ("cancelled", "cancelled", "cancelled"))
+
+    def fail_request(self, request: PrefillRequest, code: str, reason: str) -> None:
+        """Stop a request that cannot be completed."""
+        self._abort(request, ("failed", code, reason))
 
     def drop_peer(self, peer: int, reason: str) -> None:
         """A decode node is gone: end its requests. Those with a transfer end with that."""
@@ -130,7 +135,7 @@ class PrefillNode(StepLoop):
         if request.ended_by is not None:
             return
         request.ended_by = why
-        request.deadline = math.inf
+        request.deadline = time.monotonic() + self.node.timeouts.cancel_fence
         if request.life.state is PrefillState.QUEUED:
             self._queue.remove(request)
             self._end(request, why, time.monotonic())
@@ -190,17 +195,18 @@ class PrefillNode(StepLoop):
             self._scheduler.add(request.job)
 
     def _expire(self, now: float) -> None:
+        """End what is late: a request by its own deadline, its draining by a fence."""
         for request in [r for r in self._requests.values() if r.deadline <= now]:
+            if request.ended_by is not None:
+                request.deadline = math.inf
+                self.messenger.fence(request.peer, f"the writes of {request.id} did not drain")
+                continue
             done = request.job.scheduled if request.job else 0
-            self._abort(
-                request,
-                (
-                    "failed",
-                    "deadline",
-                    f"its deadline passed at {self.node.id} with {done} of "
-                    f"{request.message.prompt_length - 1} tokens prefilled",
-                ),
+            reason = (
+                f"its deadline passed at {self.node.id} with {done} of "
+                f"{request.message.prompt_length - 1} tokens prefilled"
             )
+            self._abort(request, ("failed", "deadline", reason))
 
     def tick(self, now: float) -> bool:
         """Announce and dispatch one step; wait for the oldest when enough are in flight."""

@@ -12,22 +12,39 @@ from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import TransportError
 from ffi_transport.types import PeerConnected
 from jaxdisagg import messages
-from jaxdisagg.messages import MessageError, NodeHello
+from jaxdisagg.messages import NodeHello
+from jaxdisagg.transfer_plan import pages_for
 
 log = logging.getLogger(__name__)
 
-RECONNECT_SECONDS = 1.0
+RETRY_SECONDS = 1.0
+REFUSED_RETRY_SECONDS = 10.0
 
 
 @dataclass(eq=False)
 class PrefillPeer:
-    """A connected prefill node that fits; `outstanding` are this node's prompt tokens there."""
+    """A connected prefill node that fits.
+
+    `outstanding` are this node's prompt tokens there. Nothing is sent to it before `busy_until`
+    (of `time.monotonic`): it answered BUSY.
+    """
 
     id: int
     name: str
     address: str
     hello: NodeHello
     outstanding: int = 0
+    busy_until: float = 0.0
+
+    def never_fits(self, prompt_length: int) -> str | None:
+        """Why this node can never prefill such a prompt, or None."""
+        hello = self.hello
+        if prompt_length > hello.max_model_len:
+            return f"a prompt of at most {hello.max_model_len} tokens at {self.name}"
+        pages = pages_for(prompt_length, hello.layout.page_size)
+        if pages >= hello.num_pages:
+            return f"{pages} source pages, {self.name} has {hello.num_pages - 1}"
+        return None
 
 
 @dataclass(eq=False)
@@ -62,7 +79,7 @@ class PrefillPeers:
         self._timeout = timeout
         self._post = post
         self._known: dict[str, _Known] = {}
-        self._by_id: dict[int, _Known] = {}
+        self._announced: frozenset[str] = frozenset()
         self._closed = False
         self.on_change: Callable[[], object] = lambda: None
 
@@ -71,14 +88,17 @@ class PrefillPeers:
         self._post(functools.partial(self._refresh, list(members)))
 
     def _refresh(self, members: list[tuple[str, int]]) -> None:
+        self._announced = frozenset(address for address, _ in members)
         for address, load in members:
             self._known.setdefault(address, _Known(address)).load = load
-        announced = {address for address, _ in members}
-        for address, known in list(self._known.items()):
-            # A node that is no longer announced but still connected goes on serving (R23).
-            if address not in announced and known.peer is None and not known.connecting:
-                del self._known[address]
+        for known in list(self._known.values()):
+            self._forget_if_gone(known)
         self.tick(time.monotonic())
+
+    def _forget_if_gone(self, known: _Known) -> None:
+        """A node that is no longer announced goes on serving while it is connected (R23)."""
+        if known.address not in self._announced and known.peer is None and not known.connecting:
+            del self._known[known.address]
 
     def tick(self, now: float) -> None:
         """Connect to what is known and not connected, each in a thread of its own."""
@@ -91,79 +111,107 @@ class PrefillPeers:
             ).start()
 
     def next_deadline(self) -> float | None:
-        """When the next connection is tried."""
+        """When the next connection is tried, or a busy node may be asked again."""
+        now = time.monotonic()
         times = [k.retry_at for k in self._known.values() if not k.peer and not k.connecting]
+        times += [p.busy_until for p in self.connected() if p.busy_until > now]
         return None if self._closed else min(times, default=None)
 
     def _connect(self, known: _Known) -> None:
+        """In a thread of its own, since it waits; whatever happens, the loop hears of it."""
         try:
             peer_id = self._engine.connect(known.address, self._timeout)
-            greeting = self._engine.peer_hello(peer_id)
-        except TransportError as error:
-            self._post(functools.partial(self._not_connected, known, str(error)))
+            theirs = messages.decode_hello(self._engine.peer_hello(peer_id))
+            problems = messages.compatibility(self._hello, theirs)
+            if problems:
+                self._engine.disconnect(peer_id)
+                reason = f"refused: {'; '.join(problems)}"
+                self._post(
+                    functools.partial(self._not_connected, known, reason, REFUSED_RETRY_SECONDS)
+                )
+                return
+        except (TransportError, ValueError, OSError) as error:
+            self._post(functools.partial(self._not_connected, known, str(error), RETRY_SECONDS))
             return
-        self._post(functools.partial(self._connected, known, peer_id, greeting))
+        self._post(functools.partial(self._connected, known, peer_id, theirs))
 
-    def _not_connected(self, known: _Known, reason: str) -> None:
+    def _not_connected(self, known: _Known, reason: str, pause: float) -> None:
         if known.problem != reason:
             log.warning("no connection to the prefill node at %s: %s", known.address, reason)
         known.connecting = False
         known.problem = reason
-        known.retry_at = time.monotonic() + RECONNECT_SECONDS
+        known.retry_at = time.monotonic() + pause
+        self._forget_if_gone(known)
 
-    def _connected(self, known: _Known, peer_id: int, greeting: bytes) -> None:
-        known.connecting = False
+    def _connected(self, known: _Known, peer_id: int, theirs: NodeHello) -> None:
         try:
-            theirs = messages.decode_hello(greeting)
-            problems = messages.compatibility(self._hello, theirs)
-        except MessageError as error:
-            problems, theirs = [str(error)], None
-        if theirs is None or problems:
-            known.problem = f"refused: {'; '.join(problems)}"
-            known.retry_at = time.monotonic() + self._timeout
-            log.error("the prefill node at %s was %s", known.address, known.problem)
-            self._engine.disconnect(peer_id)
+            # The loss of this peer may have been told before it was known here.
+            self._engine.peer_hello(peer_id)
+        except TransportError as error:
+            self._not_connected(known, str(error), RETRY_SECONDS)
             return
+        known.connecting = False
         known.peer = PrefillPeer(peer_id, theirs.node, known.address, theirs)
-        self._by_id[peer_id] = known
         log.info("prefill node %s connected (%s)", theirs.node, known.address)
         self.on_change()
 
     def greeted(self, event: PeerConnected) -> None:
-        """The engine's own word of a connection; `connect` already returned or will return it."""
-        log.debug("peer %d at %s connected", event.peer, event.address)
+        """Somebody greeted this node: prefill nodes do not, so it is told and left alone."""
+        log.warning("a node at %s greeted this decode node; it is not served", event.address)
 
     def lost(self, peer_id: int, reason: str) -> PrefillPeer | None:
-        """Forget a connection; returns what it was. The node is tried again."""
-        known = self._by_id.pop(peer_id, None)
-        if known is None:
+        """Forget a connection; returns what it was. The node is tried again if still announced."""
+        for known in self._known.values():
+            if known.peer is not None and known.peer.id == peer_id:
+                break
+        else:
             return None
         peer, known.peer = known.peer, None
         known.problem = f"lost: {reason}"
         known.retry_at = time.monotonic()  # it may be back already
         log.warning("prefill node at %s was lost: %s", known.address, reason)
+        self._forget_if_gone(known)
         self.on_change()
         return peer
 
     def connected(self) -> list[PrefillPeer]:
         """The nodes that can be sent a PREFILL."""
-        return [k.peer for k in self._known.values() if k.peer is not None]
+        return [k.peer for k in list(self._known.values()) if k.peer is not None]
 
-    def choose(self) -> PrefillPeer | None:
-        """The node with the fewest outstanding tokens: those announced and those sent since."""
-        usable = [k for k in self._known.values() if k.peer is not None]
-        if not usable:
+    def choose(self, prompt_length: int, now: float) -> PrefillPeer | None:
+        """The node with the fewest outstanding tokens: those announced and those sent since.
+
+        None if every node that could take the prompt is busy.
+        """
+        best: PrefillPeer | None = None
+        least = 0
+        for known in self._known.values():
+            peer = known.peer
+            if peer is None or now < peer.busy_until or peer.never_fits(prompt_length):
+                continue
+            load = max(known.load, peer.outstanding)
+            if best is None or load < least:
+                best, least = peer, load
+        return best
+
+    def never_fits(self, prompt_length: int) -> str | None:
+        """Why no connected node can ever prefill such a prompt; None if one can, or none is there.
+
+        For any thread.
+        """
+        reasons = [peer.never_fits(prompt_length) for peer in self.connected()]
+        if not reasons or not all(reasons):
             return None
-        best = min(usable, key=lambda k: max(k.load, k.peer.outstanding if k.peer else 0))
-        return best.peer
+        return "; ".join(filter(None, reasons))
 
     def missing(self) -> str | None:
-        """None when a node is connected; otherwise what is known about each."""
-        if any(k.peer is not None for k in self._known.values()):
+        """None when a node is connected; otherwise what is known about each. For any thread."""
+        known = list(self._known.values())
+        if any(k.peer is not None for k in known):
             return None
-        if not self._known:
+        if not known:
             return f"no prefill node has announced itself to {self._me}"
-        reasons = "; ".join(f"{k.address}: {k.problem}" for k in self._known.values())
+        reasons = "; ".join(f"{k.address}: {k.problem}" for k in known)
         return f"no prefill node is connected to {self._me} ({reasons})"
 
     def close(self) -> None:
@@ -171,7 +219,7 @@ class PrefillPeers:
         self._closed = True
 
     def state(self) -> dict[str, Any]:
-        """By address: the node's name or why it is not connected."""
+        """By address: the node's name or why it is not connected. For any thread."""
         return {
             address: {"node": k.peer.name, "outstanding_tokens": k.peer.outstanding}
             if k.peer

@@ -231,4 +231,4 @@ def context_rows(node: NodeConfig) -> int:
     A prefill node holds one per request from its last chunk to its last acknowledgement, a decode
     node one per request that awaits its prefill.
     """
-    return 1 if node.role == "mixed" else node.max_waiting + 1
+    return 1 if node.role == "mixed" else node.max_requests + 1

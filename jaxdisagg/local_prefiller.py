@@ -1,4 +1,4 @@
-"""Prefill and decode in one process: the baseline to compare with, and the tests' oracle.
+"""The prefiller of a mixed node: the baseline to compare with, and the tests' oracle.
 
 The same scheduler, step programs and cache as the split nodes, without a transfer. It too leaves
 the last prompt token to a decode step, so that it is the same computation.
@@ -8,7 +8,8 @@ import time
 from typing import Any
 
 from jaxdisagg.active import ActiveRequest
-from jaxdisagg.decode_node import DecodeNode, Prefiller
+from jaxdisagg.decode_node import DecodeNode
+from jaxdisagg.prefiller import Prefiller
 from jaxdisagg.runner import PrefillResult
 from jaxdisagg.scheduler import PrefillJob, PrefillScheduler
 
@@ -25,6 +26,10 @@ class LocalPrefiller(Prefiller):
 
     def unavailable(self) -> str | None:
         """Never: the node itself prefills."""
+        return None
+
+    def never_fits(self, prompt_length: int) -> str | None:
+        """Never: the decode side's own limits are the same."""
         return None
 
     def has_room(self, active: ActiveRequest) -> bool:

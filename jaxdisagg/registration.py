@@ -1,44 +1,9 @@
-"""Brings the transfer engine's events to a node's loop, and a node's memory to its peers."""
-
-import logging
-import threading
-from collections.abc import Callable, Sequence
+"""A node's cache as peers may write it, and a peer's announced memory as the engine takes it."""
 
 from ffi_transport.engine import TransferEngine
-from ffi_transport.types import Event, RemoteRegion
+from ffi_transport.types import RemoteRegion
 from jaxdisagg.cache import PagedCache
 from jaxdisagg.messages import ContextBuffers, NodeHello, Region
-
-log = logging.getLogger(__name__)
-
-POLL_SECONDS = 0.5
-
-
-class EventPump:
-    """A thread that waits for the engine's events (without the GIL) and hands them on in order."""
-
-    def __init__(
-        self, engine: TransferEngine, deliver: Callable[[Sequence[Event]], None], name: str
-    ) -> None:
-        self._engine = engine
-        self._deliver = deliver
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread; returns when it has ended."""
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            events = self._engine.poll(POLL_SECONDS)
-            if events:
-                self._deliver(events)
 
 
 def register_cache(
@@ -69,9 +34,17 @@ def register_cache(
 
 
 class RemoteCache:
-    """A peer's announced memory as the transfer engine takes it."""
+    """A peer's announced memory as the transfer engine takes it.
+
+    Raises ValueError, naming the field, for a HELLO that announces no memory, or memory that it
+    describes in two ways: nothing of it may fail later, in the middle of a step.
+    """
 
     def __init__(self, hello: NodeHello) -> None:
+        if not hello.regions:
+            raise ValueError("regions: none, a decode node must announce its cache")
+        if len(hello.contexts) != hello.layout.dp:
+            raise ValueError(f"contexts: {len(hello.contexts)}, must be dp={hello.layout.dp}")
         self.hello = hello
         self._regions = [
             [RemoteRegion(r.descriptor, r.length) for r in row] for row in hello.regions

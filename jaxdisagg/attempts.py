@@ -1,0 +1,117 @@
+"""The PREFILLs that a decode node has sent, and what each holds beside its pages (R5).
+
+An attempt is *awaiting* until its prefill is over, well or not; it holds its slot and its context
+buffer until its request's pages go back to the pool.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ffi_transport.engine import TransferEngine
+from jaxdisagg.active import ActiveRequest
+from jaxdisagg.prefill_peers import PrefillPeer
+from jaxdisagg.slots import SlotAllocator
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One PREFILL: what it holds and what it expects. Times are of `time.monotonic`."""
+
+    id: str
+    active: ActiveRequest
+    peer: PrefillPeer
+    slot: int
+    context: int
+    expected: int
+    pages: int
+    deadline: float
+    cancelled_at: float | None = None
+    resend_at: float = field(default=float("inf"))
+
+
+class Attempts:
+    """All attempts of a node. `context_rows` are those of the context buffer of each dp rank."""
+
+    def __init__(
+        self, engine: TransferEngine, epoch: int, first_slot: int, dp: int, context_rows: int
+    ) -> None:
+        self._engine = engine
+        self._epoch = epoch
+        self._slots = SlotAllocator(first_slot, engine.config.slot_bits)
+        self._contexts = [list(range(1, context_rows)) for _ in range(dp)]
+        self._awaiting: dict[str, Attempt] = {}
+        self._by_slot: dict[int, Attempt] = {}
+        self._by_request: dict[str, Attempt] = {}
+        self._sequence = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a slot and, on every dp rank, a context buffer are free."""
+        return bool(self._slots.free) and all(self._contexts)
+
+    @property
+    def pages(self) -> int:
+        """Pages held by awaiting attempts."""
+        return sum(a.pages for a in self._awaiting.values())
+
+    def open(
+        self, active: ActiveRequest, peer: PrefillPeer, expected: int, deadline: float
+    ) -> Attempt:
+        """Take a slot and a context buffer for a request with leased pages, and arm the counter."""
+        assert active.lease is not None
+        self._sequence += 1
+        attempt = Attempt(
+            id=f"{self._epoch:016x}-{self._sequence}",
+            active=active,
+            peer=peer,
+            slot=self._slots.take(),
+            context=self._contexts[active.rank].pop(),
+            expected=expected,
+            pages=len(active.lease.pages),
+            deadline=deadline,
+        )
+        self._awaiting[attempt.id] = attempt
+        self._by_slot[attempt.slot] = attempt
+        self._by_request[active.id] = attempt
+        peer.outstanding += active.prompt_length
+        self._engine.arm(attempt.slot, expected)
+        return attempt
+
+    def settle(self, attempt: Attempt) -> None:
+        """The prefill is over: nobody waits for it any more."""
+        attempt.peer.outstanding -= attempt.active.prompt_length
+        del self._awaiting[attempt.id]
+
+    def release(self, active: ActiveRequest) -> None:
+        """Give back slot and context buffer of a request whose pages go back.
+
+        Until then the slot stays armed: a duplicate that made the count early would otherwise pass
+        unseen, since the unit that it stood for would only be stale (R6).
+        """
+        attempt = self._by_request.pop(active.id, None)
+        if attempt is None:
+            return  # a prompt of one token
+        self._engine.disarm(attempt.slot)
+        self._slots.give(attempt.slot)
+        del self._by_slot[attempt.slot]
+        self._contexts[active.rank].append(attempt.context)
+
+    def awaiting(self, attempt_id: str) -> Attempt | None:
+        """An attempt whose prefill is not over."""
+        return self._awaiting.get(attempt_id)
+
+    def of_slot(self, slot: int) -> Attempt | None:
+        """The attempt that holds a slot."""
+        return self._by_slot.get(slot)
+
+    def of_request(self, active: ActiveRequest) -> Attempt:
+        """The present attempt of a request; KeyError if it has none."""
+        return self._by_request[active.id]
+
+    def seen(self, attempt: Attempt) -> int:
+        """Units that were counted on its slot."""
+        return self._engine.seen(attempt.slot)
+
+    def __iter__(self) -> Iterator[Attempt]:
+        """The awaiting attempts, as they are now: they may end while they are gone through."""
+        return iter(list(self._awaiting.values()))

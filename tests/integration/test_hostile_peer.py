@@ -1,0 +1,184 @@
+"""A peer that greets wrongly or asks for nonsense is answered; others are served on."""
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from nodes import Pair, engine_for, generate_all, wait_until
+
+from ffi_transport.types import MessageReceived
+from jaxdisagg import messages
+from jaxdisagg.messages import Cancel, CancelAck, ContextBuffers, Failed, Prefill, Region, encode
+
+PROMPT = list(range(60))
+
+
+@pytest.fixture(scope="module")
+def pair(golden_folder):
+    with Pair(golden_folder("qwen3_untied")) as pair:
+        yield pair
+
+
+class Peer:
+    """A decode node's engine without a decode node behind it."""
+
+    def __init__(self, pair, **changes):
+        self.pair = pair
+        self.engine = engine_for(pair.decode.node.node)
+        self.memory = np.zeros(1 << 22, np.uint8)
+        self.region = self.engine.register_memory(self.memory.ctypes.data, self.memory.nbytes)
+        mine = pair.decode.messenger._hello
+        announced = Region(self.region.descriptor, self.memory.nbytes)
+        shard = mine.layout.shard_bytes
+        pages = self.memory.nbytes // shard
+        hello = replace(
+            mine,
+            node="hostile",
+            num_pages=pages,
+            regions=((announced,) * mine.layout.layers,),
+            contexts=(ContextBuffers(announced, mine.contexts[0].buffer_bytes, 16),),
+        )
+        self.engine.set_hello(encode(replace(hello, **changes)))
+        self.peer = self.engine.connect(pair.prefill.engine.control_address, 5.0)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.engine.close()
+
+    def ask(self, **changes):
+        """A PREFILL for PROMPT, with some fields changed, and the answer to it."""
+        message = Prefill(
+            request="x",
+            slot=5,
+            expected=(13,),
+            tokens=messages.pack(PROMPT),
+            pages=messages.pack([1, 2, 3, 4]),
+            dp_rank=0,
+            seed=0,
+            deadline_ms=20_000,
+            context=1,
+        )
+        return self.tell(replace(message, **changes))
+
+    def tell(self, message):
+        self.engine.send(self.peer, message if isinstance(message, bytes) else encode(message))
+        found = []
+
+        def answered():
+            events = self.engine.poll(0.2)
+            found.extend(
+                messages.decode(e.payload) for e in events if isinstance(e, MessageReceived)
+            )
+            return bool(found)
+
+        wait_until(answered, "an answer")
+        return found[0]
+
+
+def serves(pair):
+    found = generate_all(pair.decode.node, [PROMPT], 3)
+    assert found[0].finish_reason == "length"
+    pair.idle()
+    assert pair.prefill.node.failure is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tokens": messages.pack([2**31] * 60)}, "token"),
+        ({"tokens": messages.pack([255] * 59 + [256])}, "tokens: 256, the model has"),
+        ({"pages": messages.pack([1, 2, 3])}, "pages: 3, a prompt of 60 tokens fills 4"),
+        ({"pages": messages.pack([1, 2, 3, 2**30])}, "pages: page 1073741824"),
+        ({"pages": messages.pack([1, 2, 2, 3])}, "a page is listed twice"),
+        ({"expected": (12,)}, "expected: (12,) there, (13,) by prefill-0"),
+        ({"expected": (13, 13)}, "expected: (13, 13) there"),
+        ({"dp_rank": 1}, "dp_rank: 1"),
+        ({"context": 99}, "context: buffer 99"),
+        (
+            {"tokens": messages.pack([1] * 5000), "pages": messages.pack(range(1, 314))},
+            "tokens: 5000",
+        ),
+    ],
+)
+def test_a_prefill_that_makes_no_sense_is_refused_by_field(pair, changes, reason):
+    with Peer(pair) as peer:
+        answer = peer.ask(**changes)
+        assert isinstance(answer, Failed)
+        assert answer.code == "refused"
+        assert reason in answer.reason
+    serves(pair)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"regions": ()}, "regions: none"),
+        ({"contexts": ()}, "no buffers at hostile"),
+        ({"model": "another"}, "model: "),
+    ],
+)
+def test_a_node_that_does_not_fit_is_told_why(pair, changes, reason):
+    with Peer(pair, **changes) as peer:
+        answer = peer.ask()
+        assert isinstance(answer, Failed)
+        assert reason in answer.reason
+    serves(pair)
+
+
+def test_a_hello_whose_descriptor_is_garbage_is_refused(pair):
+    mine = pair.decode.messenger._hello
+    region = Region(b"garbage", mine.regions[0][0].length)
+    with Peer(pair, regions=((region,) * mine.layout.layers,), num_pages=mine.num_pages) as peer:
+        answer = peer.ask()
+        assert isinstance(answer, Failed)
+        assert "descriptor: 7 bytes" in answer.reason
+    serves(pair)
+
+
+def test_noise_and_messages_of_the_wrong_side_are_dropped(pair):
+    with Peer(pair) as peer:
+        for noise in (b"\x01", b"\x07hello", bytes(300), encode(CancelAck("x"))):
+            peer.engine.send(peer.peer, noise)
+        assert isinstance(peer.tell(Cancel("never seen")), CancelAck)
+    serves(pair)
+
+
+def test_a_cancel_overtakes_its_prefill(pair):
+    """A CANCEL of an unknown request leaves a tombstone that refuses the PREFILL behind it."""
+    with Peer(pair) as peer:
+        assert peer.tell(Cancel("late")) == CancelAck("late")
+        assert peer.ask(request="late") == CancelAck("late")
+    serves(pair)
+
+
+def test_a_prefill_that_comes_twice_gets_no_terminal_word(pair):
+    with Peer(pair) as peer:
+        message = Prefill("twice", 5, (13,), messages.pack(PROMPT), messages.pack([1, 2, 3, 4]),
+                          0, 0, 20_000, 1)  # fmt: skip
+        peer.engine.arm(5, 13)
+        peer.engine.send(peer.peer, encode(message))
+        first = peer.tell(message)
+        assert isinstance(first, messages.Telemetry), "nothing but the report of the one request"
+        wait_until(lambda: peer.engine.seen(5) == 13, "its writes")
+    serves(pair)
+
+
+def test_a_cancel_from_a_stranger_stops_nothing(pair):
+    with Peer(pair) as owner, Peer(pair, node="stranger") as stranger:
+        owner.engine.arm(5, 13)
+        owner.engine.send(owner.peer, encode(
+            Prefill("mine", 5, (13,), messages.pack(PROMPT), messages.pack([1, 2, 3, 4]),
+                    0, 0, 20_000, 1)))  # fmt: skip
+        assert stranger.tell(Cancel("mine")) == CancelAck("mine")
+        wait_until(lambda: owner.engine.seen(5) == 13, "all writes came")
+    serves(pair)
+
+
+def test_a_deadline_that_passed_is_told_with_what_was_done(pair):
+    with Peer(pair) as peer:
+        answer = peer.ask(deadline_ms=0)
+        assert isinstance(answer, Failed)
+        assert answer.code == "deadline"
+        assert "of 59 tokens prefilled" in answer.reason
+    serves(pair)
