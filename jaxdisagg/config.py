@@ -4,9 +4,11 @@ A value that cannot work is refused here, by field name, before any process is s
 """
 
 import tomllib
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 Role = Literal["prefill", "decode", "mixed"]
 DTYPES = ("float32", "bfloat16")
@@ -200,42 +202,57 @@ def parse_node(text: str, base: NodeConfig) -> NodeConfig:
     )
 
 
-_TABLES = {"mesh": MeshConfig, "cache": CacheConfig, "batch": BatchConfig, "timeouts": Timeouts}
-
-
 def node_from_toml(table: dict[str, Any], base: NodeConfig) -> NodeConfig:
-    """A node from one `[[node]]` table of a TOML file. Raises ValueError naming unknown keys."""
-    values: dict[str, Any] = {}
-    known = {f.name for f in fields(NodeConfig)}
+    """A node from one `[[node]]` table of a TOML file; what is left out comes from `base`.
+
+    Raises ValueError naming an unknown key, or a value of another type.
+    """
+    values: dict[str, Any] = asdict(base)
     for key, value in table.items():
-        if key not in known:
-            raise ValueError(f"{key}: unknown; a node has {', '.join(sorted(known))}")
-        if key in _TABLES:
-            allowed = {f.name for f in fields(_TABLES[key])}
-            unknown = sorted(set(value) - allowed)
+        inner = values.get(key)
+        if key not in values:
+            raise ValueError(f"{key}: unknown; a node has {', '.join(sorted(values))}")
+        if isinstance(inner, dict) and isinstance(value, dict):
+            unknown = sorted(set(value) - set(inner))
             if unknown:
-                raise ValueError(f"{key}.{unknown[0]}: unknown; {key} has {', '.join(allowed)}")
-            inner = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
-            values[key] = replace(getattr(base, key), **inner)
+                raise ValueError(f"{key}.{unknown[0]}: unknown; {key} has {', '.join(inner)}")
+            values[key] = inner | value
         else:
-            values[key] = Path(value) if key in ("model", "rules") else value
-    return replace(base, **values)
+            values[key] = value
+    return decode_node(values)
+
+
+def decode_node(values: Any) -> NodeConfig:
+    """A node from plain values (of JSON or TOML). Raises ValueError naming what does not fit."""
+
+    def path(kind: type, value: Any) -> Any:
+        if kind is Path and isinstance(value, str | Path):
+            return Path(value)
+        raise ValueError(f"expected a path, got {value!r}")
+
+    return msgspec.convert(values, NodeConfig, dec_hook=path)
 
 
 def serve_from_toml(path: Path, base: NodeConfig) -> ServeConfig:
     """A deployment from a TOML file with `port`, `host` and `[[node]]` tables."""
     try:
         document = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from error
     nodes = document.pop("node", [])
+    if not isinstance(nodes, list) or not all(isinstance(table, dict) for table in nodes):
+        raise ValueError(f"{path}: node: expected [[node]] tables")
     unknown = sorted(set(document) - {"host", "port"})
     if unknown:
         raise ValueError(f"{path}: {unknown[0]}: unknown; expected host, port and [[node]] tables")
-    return ServeConfig(
-        nodes=tuple(
+    host, port = document.get("host", base.host), document.get("port", 8000)
+    if not isinstance(host, str) or not isinstance(port, int) or not 0 <= port <= 65535:
+        raise ValueError(f"{path}: host={host!r}, port={port!r}: expected a name and 0..65535")
+    try:
+        configs = [
             node_from_toml(table, replace(base, id=f"{table.get('role', base.role)}-{i}"))
             for i, table in enumerate(nodes)
-        ),
-        **document,
-    )
+        ]
+        return ServeConfig(tuple(configs), host, port)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

@@ -129,23 +129,27 @@ class Deployment:
                 )
                 raise DeploymentError(f"not ready after {START_SECONDS:.0f} s: {waiting}") from None
             self.progress(self.nodes)
-            for node in self.nodes:
-                if node.error is not None:
-                    raise DeploymentError(f"{node.config.id}: {node.error}")
-                if node.process.poll() is not None:
-                    raise DeploymentError(
-                        f"{node.config.id} ended with code {node.process.returncode} while "
-                        f"{node.progress}"
-                    )
+            self._check_alive()
 
     def _wait_connected(self, deadline: float) -> None:
         """Wait until each decode node is connected to a prefill node, and the router knows."""
         answering = {n.config.id: n.url for n in self.nodes if n.config.role != "prefill"}
         for name, url in (answering | {"router": self.url}).items():
-            while (answer := httpx.get(f"{url}/health", timeout=5.0)).status_code != 200:
+            while (problem := _health_problem(url)) is not None:
+                self._check_alive()
                 if time.monotonic() > deadline:
-                    raise DeploymentError(f"{name}: {answer.text}")
+                    raise DeploymentError(f"{name}: {problem}")
                 time.sleep(0.05)
+
+    def _check_alive(self) -> None:
+        for node in self.nodes:
+            if node.error is not None:
+                raise DeploymentError(f"{node.config.id}: {node.error}")
+            if node.process.poll() is not None:
+                raise DeploymentError(
+                    f"{node.config.id} ended with code {node.process.returncode} while "
+                    f"{node.progress}"
+                )
 
     def ended(self) -> list[NodeProcess]:
         """The nodes whose process has ended by itself."""
@@ -189,6 +193,15 @@ class Deployment:
                 node.process.kill()
                 node.process.wait()
         self._router.stop()
+
+
+def _health_problem(url: str) -> str | None:
+    """None if the server at `url` can answer requests, or what it lacks."""
+    try:
+        answer = httpx.get(f"{url}/health", timeout=5.0)
+    except httpx.HTTPError as error:
+        return str(error)
+    return None if answer.status_code == 200 else answer.text
 
 
 class _RouterThread:

@@ -18,24 +18,13 @@ from typing import Any
 import msgspec
 
 from ffi_transport.errors import TransportError
-from jaxdisagg.config import NodeConfig
+from jaxdisagg.config import NodeConfig, decode_node
 from jaxdisagg.process_setup import end_with_parent, pin, set_environment
 
 
 def encode_config(node: NodeConfig) -> str:
     """The node's configuration as the process takes it."""
     return msgspec.json.encode(node, enc_hook=str).decode()
-
-
-def decode_config(text: str) -> NodeConfig:
-    """The configuration in `text`. Raises ValueError naming what does not fit."""
-
-    def hook(kind: type, value: Any) -> Any:
-        if kind is Path:
-            return Path(value)
-        raise NotImplementedError(f"{kind} in a node's configuration")
-
-    return msgspec.json.decode(text, type=NodeConfig, dec_hook=hook)
 
 
 def say(what: dict[str, Any]) -> None:
@@ -53,7 +42,7 @@ def main() -> None:
     # Ctrl-C reaches the whole process group; the deployment decides when a node ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        node = decode_config(sys.argv[1])
+        node = decode_node(msgspec.json.decode(sys.argv[1]))
         pin(node)
         end_with_parent()
         set_environment(node, _cache_folder())

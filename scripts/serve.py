@@ -86,6 +86,8 @@ def main(
             provider=provider,
             rules=rules,
         )
+        if config is not None and (prefill or decode or mixed):
+            raise ValueError("--config describes the nodes: use it without --prefill, ...")
         base = replace(base, cache=replace(base.cache, page_size=page_size, pages=pages))
         serve = (
             serve_from_toml(config, base)

@@ -106,6 +106,14 @@ timeouts = {prefill = 3.5}
         ("ports = 1", "ports: unknown"),
         ("[[node]]\nrole = 'mixed'\nspeed = 1", "speed: unknown; a node has"),
         ("[[node]]\nrole = 'mixed'\nmesh = {pp = 2}", r"mesh\.pp: unknown"),
+        ("node = 3", r"node: expected \[\[node\]\] tables"),
+        ("port = 'http'\n[[node]]\nrole = 'mixed'", "port='http': expected"),
+        ("[[node]]\nrole = 'mixed'\nmesh = 2", r"got `int` - at `\$\.mesh`"),
+        ("[[node]]\nrole = 'mixed'\nmesh = {tp = 'two'}", r"got `str` - at `\$\.mesh\.tp`"),
+        ("[[node]]\nrole = 'mixed'\nmesh = {tp = 0}", "tp=0 must be at least 1"),
+        ("[[node]]\nrole = 'both'", "role"),
+        ("[[node]]\nrole = 'mixed'\nmodel = 3", "expected a path, got 3"),
+        ("[[node]]\nrole = 'mixed'\nbatch = {chunks = ['a']}", r"\$\.batch\.chunks"),
     ],
 )
 def test_toml_that_says_something_else_is_named(tmp_path, text, message):
