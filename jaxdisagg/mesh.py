@@ -1,8 +1,7 @@
 """Device meshes: `tp=`, `dp=` as users say them, axes (dp, kv, rep) as the programs see them.
 
-Only this module knows how tp splits: tp = kv * rep, kv = min(tp, K) for K KV heads (1 for a
-latent cache). KV heads shard on 'kv' and are replicated over 'rep'; query heads, FFN and
-vocabulary shard on ('kv', 'rep').
+tp = kv * rep, with kv = min(tp, K) for K KV heads (1 for a latent cache). KV heads shard on 'kv'
+and are replicated over 'rep'; query heads, FFN and vocabulary shard on ('kv', 'rep').
 """
 
 from collections.abc import Sequence
@@ -24,13 +23,6 @@ def split_tp(tp: int, kv_heads: int) -> tuple[int, int]:
     return kv, tp // kv
 
 
-def check_divides(tp: int, **sizes: int) -> None:
-    """Raise ValueError naming the first size that tp does not divide."""
-    for name, size in sizes.items():
-        if size % tp:
-            raise ValueError(f"tp={tp} does not divide {name}={size}")
-
-
 def make_mesh(
     *, tp: int, dp: int, kv_heads: int, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
@@ -45,12 +37,6 @@ def make_mesh(
     kv, rep = split_tp(tp, kv_heads)
     grid = np.array(available[:needed], dtype=object).reshape(dp, kv, rep)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def mesh_sizes(mesh: Mesh) -> tuple[int, int]:
-    """(dp, tp) of a mesh made by `make_mesh`."""
-    dp, kv, rep = (mesh.shape[axis] for axis in AXES)
-    return dp, kv * rep
 
 
 def rank_devices(mesh: Mesh) -> list[jax.Device]:

@@ -212,17 +212,12 @@ class Telemetry(msgspec.Struct, frozen=True, tag="telemetry", forbid_unknown_fie
     decode: the count alone starts that, and it may arrive before or after this message.
 
     Seconds on the prefill node's clock: `queue_s` from PREFILL's arrival to the first step's
-    dispatch, `prefill_s` from there to the end of the last step, `transfer_s` from there to the
-    last acknowledgement (the tail that computing did not hide).
+    dispatch, `prefill_s` from there to the end of the last step. `bytes` were written in all.
     """
 
     request: RequestId
     queue_s: Seconds
     prefill_s: Seconds
-    transfer_s: Seconds
-    chunks: Count
-    pages: Count
-    units: Count
     bytes: Count
 
 

@@ -11,6 +11,7 @@ from jaxdisagg.announce import Announcer, NodeInfo
 from jaxdisagg.assembly import DecodeParts, MixedParts, PrefillParts, open_fabric
 from jaxdisagg.config import NodeConfig
 from jaxdisagg.model_loading import LoadedModel, load_model, resolve_limits
+from jaxdisagg.runner import warm_up_steps
 from jaxdisagg.server import HttpServer, bind, create_app, create_status_app
 from jaxdisagg.tokenizer import Tokenizer
 
@@ -70,10 +71,7 @@ def _assemble(
 
 
 def _progress(node: NodeConfig, say: Say) -> Callable[[str], None]:
-    batch = node.batch
-    total = (len(batch.chunks) if node.role != "decode" else 0) + (
-        len(batch.decode_rows) if node.role != "prefill" else 0
-    )
+    total = warm_up_steps(node)
     done = 0
 
     def advance(what: str) -> None:

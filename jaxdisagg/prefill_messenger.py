@@ -238,21 +238,15 @@ class PrefillMessenger:
     def report(self, request: "PrefillRequest", now: float) -> None:
         """Where the time of a finished request went; the decode node started by its count."""
         started = request.started or now
-        computed = request.computed or now
-        units = sum(request.message.expected)
-        pages = len(request.message.page_ids())
-        page_bytes = self._hello.layout.shard_bytes * self._hello.layout.tp
+        layout = self._hello.layout
+        pages = len(request.message.page_ids()) * layout.layers * layout.tp
         self._send(
             request.peer,
             messages.Telemetry(
                 request.id,
                 queue_s=started - request.arrived,
-                prefill_s=computed - started,
-                transfer_s=max(now - computed, 0.0),
-                chunks=request.chunks,
-                pages=pages,
-                units=units,
-                bytes=pages * page_bytes * self._hello.layout.layers + self._cache.context_bytes,
+                prefill_s=(request.computed or now) - started,
+                bytes=pages * layout.shard_bytes + self._cache.context_bytes,
             ),
         )
 

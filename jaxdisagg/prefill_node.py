@@ -45,7 +45,6 @@ class PrefillRequest:
     context: int = 0
     job: PrefillJob | None = None
     transfer: int | None = None
-    chunks: int = 0
     started: float | None = None
     computed: float | None = None
     ended_by: tuple[Outcome, str, str] | None = field(default=None)
@@ -219,7 +218,6 @@ class PrefillNode(StepLoop):
             self.messenger.announce_step(number, step, requests)
             contexts = {}
             for chunk, request in zip(step.chunks, requests, strict=True):
-                request.chunks += 1
                 request.started = request.started or now
                 if chunk.last:
                     contexts[request.id] = request.context

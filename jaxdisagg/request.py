@@ -7,8 +7,7 @@ begins with a state that was left too early.
 """
 
 import enum
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 
 class DecodeState(enum.StrEnum):
@@ -24,14 +23,14 @@ class DecodeState(enum.StrEnum):
     DECODING = "decoding"
     """Step 10: in the decode batch, beginning with the last prompt token."""
     CANCELLING = "cancelling"
-    """Step 11: the client left, the deadline passed or the peer misbehaved while writes may still
+    """Step 10: the client left, the deadline passed or the peer misbehaved while writes may still
     come: CANCEL was sent, the pages are REVOKING. A count reached now changes nothing."""
     FINISHED = "finished"
-    """Step 11: answered to the end; pages released."""
+    """Step 10: answered to the end; pages released."""
     CANCELLED = "cancelled"
-    """Step 11: the client left and nothing can write its pages any more."""
+    """Step 10: the client left and nothing can write its pages any more."""
     FAILED = "failed"
-    """Step 11: an error was reported for it and nothing can write its pages any more."""
+    """Step 10: an error was reported for it and nothing can write its pages any more."""
 
 
 class PrefillState(enum.StrEnum):
@@ -47,9 +46,9 @@ class PrefillState(enum.StrEnum):
     DONE = "done"
     """Step 9: every write acknowledged; pages released."""
     CANCELLED = "cancelled"
-    """Step 11: drained after a CANCEL and CANCEL_ACK sent, or cancelled before it ran."""
+    """Step 10: drained after a CANCEL and CANCEL_ACK sent, or cancelled before it ran."""
     FAILED = "failed"
-    """Step 11: drained (or its peer fenced) and FAILED sent, if there is still one to tell."""
+    """Step 10: drained (or its peer fenced) and FAILED sent, if there is still one to tell."""
 
 
 _D, _P = DecodeState, PrefillState
@@ -85,23 +84,17 @@ class IllegalTransition(RuntimeError):
 
 
 class Life[S: enum.StrEnum]:
-    """Where one request is. `entered` holds the time of the last entry into each state seen.
-
-    Build one with `decode_life` or `prefill_life`; times are of `clock` (seconds, monotonic).
-    """
+    """Where one request is. Build one with `decode_life` or `prefill_life`."""
 
     def __init__(
         self,
         request_id: str,
         first: S,
         transitions: Mapping[S, frozenset[S]],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.request_id = request_id
         self._transitions = transitions
-        self._clock = clock
         self._state = first
-        self.entered: dict[S, float] = {first: clock()}
 
     @property
     def state(self) -> S:
@@ -126,16 +119,13 @@ class Life[S: enum.StrEnum]:
                 f"{self._state} is followed by {allowed}"
             )
         self._state = state
-        self.entered[state] = self._clock()
 
 
-def decode_life(request_id: str, clock: Callable[[], float] = time.monotonic) -> Life[DecodeState]:
+def decode_life(request_id: str) -> Life[DecodeState]:
     """A request newly QUEUED on a decode or mixed node."""
-    return Life(request_id, DecodeState.QUEUED, DECODE_TRANSITIONS, clock)
+    return Life(request_id, DecodeState.QUEUED, DECODE_TRANSITIONS)
 
 
-def prefill_life(
-    request_id: str, clock: Callable[[], float] = time.monotonic
-) -> Life[PrefillState]:
+def prefill_life(request_id: str) -> Life[PrefillState]:
     """A request newly QUEUED on a prefill node."""
-    return Life(request_id, PrefillState.QUEUED, PREFILL_TRANSITIONS, clock)
+    return Life(request_id, PrefillState.QUEUED, PREFILL_TRANSITIONS)

@@ -76,7 +76,6 @@ class PrefillResult:
     """A dispatched prefill step."""
 
     step: PrefillStep
-    number: int
     states: jax.Array
 
     def wait(self) -> None:
@@ -143,14 +142,6 @@ class ModelRunner:
         self.cache.freeze_addresses()
         self._warm = self.compiles.count
 
-    @property
-    def warm_up_steps(self) -> int:
-        """How often `warm_up` calls back."""
-        role, batch = self.node.role, self.node.batch
-        return (len(batch.chunks) if role != "decode" else 0) + (
-            len(batch.decode_rows) if role != "prefill" else 0
-        )
-
     def next_step_number(self) -> int:
         """The 64-bit number that the next prefill step will carry; its plan is filed under it."""
         return self._step + 1
@@ -177,7 +168,7 @@ class ModelRunner:
             row[r] += 1
             if chunk.last and contexts is not None:
                 inputs.last[line] = token[r] - 1, contexts[job.id]
-        return PrefillResult(step, self._step, self._run_prefill(self._step, inputs))
+        return PrefillResult(step, self._run_prefill(self._step, inputs))
 
     def decode(self, step: DecodeStep, sampling: Callable[[str], RowSampling]) -> DecodeResult:
         """Dispatch a decode step; `sampling` gives a row's parameters by its id."""
@@ -223,6 +214,13 @@ class ModelRunner:
             self.params, self.cache.layers, self._seats, self._place(inputs)
         )
         return outputs
+
+
+def warm_up_steps(node: NodeConfig) -> int:
+    """How often `ModelRunner.warm_up` calls back for such a node."""
+    prefill = len(node.batch.chunks) if node.role != "decode" else 0
+    decode = len(node.batch.decode_rows) if node.role != "prefill" else 0
+    return prefill + decode
 
 
 def context_rows(node: NodeConfig) -> int:

@@ -111,10 +111,6 @@ class TransferPlan:
     destination: CacheLayout
     units: tuple[PlanUnit, ...]
 
-    def units_of(self, source_rank: int) -> tuple[PlanUnit, ...]:
-        """What tp rank `source_rank` of the prefill node writes of each page."""
-        return tuple(u for u in self.units if u.source_rank == source_rank)
-
     def expected_units(
         self,
         prompt_length: int,

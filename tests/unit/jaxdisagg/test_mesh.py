@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxdisagg.mesh import AXES, check_divides, make_mesh, mesh_sizes, rank_devices, split_tp
+from jaxdisagg.mesh import AXES, make_mesh, rank_devices, split_tp
 
 
 @pytest.mark.parametrize(
@@ -22,16 +22,9 @@ def test_axes_sizes_and_ranks():
     mesh = make_mesh(tp=4, dp=2, kv_heads=2)
     assert mesh.axis_names == AXES
     assert mesh.devices.shape == (2, 2, 2)
-    assert mesh_sizes(mesh) == (2, 4)
     assert [d.id for d in rank_devices(mesh)] == list(range(8))
 
 
 def test_too_few_devices_are_counted():
     with pytest.raises(ValueError, match="tp=8 dp=2 needs 16 devices, 8 are there"):
         make_mesh(tp=8, dp=2, kv_heads=8)
-
-
-def test_sizes_that_tp_does_not_divide_are_named():
-    check_divides(2, heads=8, vocab_size=10)
-    with pytest.raises(ValueError, match="tp=4 does not divide vocab_size=10"):
-        check_divides(4, heads=8, vocab_size=10)

@@ -73,7 +73,7 @@ SAMPLES = [
     Failed("r/1", "deadline", "12.0 s passed"),
     Cancel("r/1"),
     CancelAck("r/1"),
-    Telemetry("r/1", 0.1, 0.2, 0.003, 2, 3, 18, 1 << 20),
+    Telemetry("r/1", 0.1, 0.2, 1 << 20),
 ]
 
 ids = st.text(min_size=1, max_size=30)
@@ -97,7 +97,7 @@ messages = st.one_of(
     st.builds(Failed, ids, st.text(), st.text()),
     st.builds(Cancel, ids),
     st.builds(CancelAck, ids),
-    st.builds(Telemetry, ids, seconds, seconds, seconds, counts, counts, counts, counts),
+    st.builds(Telemetry, ids, seconds, seconds, counts),
     st.builds(hello, epoch=st.integers(0, 2**64 - 1), node=ids, model=st.text()),
 )
 

@@ -70,7 +70,6 @@ def test_shortcuts_of_the_decode_side_are_refused(before, after):
     with pytest.raises(IllegalTransition, match=rf"r7: {before} -> {after} "):
         life.advance(after)
     assert life.state is before
-    assert after not in life.entered
 
 
 @pytest.mark.parametrize("after", [P.DONE, P.CANCELLED, P.FAILED])
@@ -101,8 +100,7 @@ def test_every_state_is_reached_and_reaches_an_end(table):
 
 @given(st.lists(st.sampled_from(DecodeState), max_size=12))
 def test_any_walk_stays_on_the_table(walk):
-    ticks = iter(range(100))
-    life = decode_life("r", clock=lambda: float(next(ticks)))
+    life = decode_life("r")
     visited = [life.state]
     for state in walk:
         if life.can(state):
@@ -112,13 +110,4 @@ def test_any_walk_stays_on_the_table(walk):
             with pytest.raises(IllegalTransition):
                 life.advance(state)
     assert all(b in DECODE_TRANSITIONS[a] for a, b in pairwise(visited))
-    assert life.entered == {s: float(t) for t, s in enumerate(visited)}
     assert life.over == (life.state in (D.FINISHED, D.CANCELLED, D.FAILED))
-
-
-def test_entered_holds_the_last_time_of_a_state():
-    ticks = iter(range(100))
-    life = decode_life("r", clock=lambda: float(next(ticks)))
-    for state in (D.AWAITING_PREFILL, D.QUEUED, D.AWAITING_PREFILL):
-        life.advance(state)
-    assert life.entered == {D.QUEUED: 2.0, D.AWAITING_PREFILL: 3.0}
