@@ -21,20 +21,22 @@ from starlette.requests import ClientDisconnect
 from jaxdisagg.announce import ANNOUNCE_PATH, HEARTBEAT_S, LEAVE_PATH, Members, NodeInfo
 from jaxdisagg.api import RequestError
 from jaxdisagg.http.errors import error_object, error_response, json_response
-from jaxdisagg.http.schemas import read_body
+from jaxdisagg.http.schemas import clip, read_body
 from jaxdisagg.http.status import make_status_routes
 from jaxdisagg.http.streaming import ByteStream, ClientGone, event
-from jaxdisagg.membership import Membership, Node
+from jaxdisagg.membership import SILENCE_S, Membership, Node
 from jaxdisagg.metrics import StateMetrics
-from jaxdisagg.server import bare_app
+from jaxdisagg.server import KEEP_ALIVE_S, bare_app
 
 logger = logging.getLogger(__name__)
 
 PROXIED = ("/v1/completions", "/v1/chat/completions")
 NODE_HEADER = "x-jaxdisagg-node"
 CONNECT_TIMEOUT_S = 2.0
+WATCH_S = HEARTBEAT_S / 4
 STATE_TIMEOUT_S = 2.0
-# Between two parts of an answer, the first one included. A node that dies is noticed earlier.
+# Between two parts of an answer, the first one included. A node that dies is noticed earlier, and
+# one whose heartbeats ended has SILENCE_S.
 ANSWER_TIMEOUT_S = 600.0
 # Headers that concern one connection, or that each server writes itself.
 NOT_PASSED_ON = frozenset(
@@ -49,8 +51,8 @@ NOT_PASSED_ON = frozenset(
 class Router:
     """What the router's endpoints work with. `close` ends its connections to nodes."""
 
-    def __init__(self, app: FastAPI, answer_timeout_s: float) -> None:
-        self.members = Membership()
+    def __init__(self, app: FastAPI, answer_timeout_s: float, silence_s: float) -> None:
+        self.members = Membership(silence_s)
         self.attendant = app.state.attendant
         self.answer_timeout_s = answer_timeout_s
         self.metrics = StateMetrics(self.state)
@@ -61,7 +63,12 @@ class Router:
             registry=self.metrics.registry,
         )
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        # A connection is given up long before the node would close it under a new request.
+        limits = httpx.Limits(
+            max_connections=None,
+            max_keepalive_connections=64,
+            keepalive_expiry=KEEP_ALIVE_S / 2,
+        )
         self.client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
 
     def state(self) -> dict[str, Any]:
@@ -96,10 +103,16 @@ class Router:
             return {"error": f"{node.info.url} does not tell: {error or 'no answer in time'}"}
 
     async def forward(self, request: Request) -> Response:
-        """Send a request to the node with the least to do, and its answer back."""
+        """Send a request to the node with the least to do that has its model; its answer back."""
         body = await read_body(request)
+        model = _model_of(body)
+        known = self.members.models()
+        if model is not None and known and model not in known:
+            names = ", ".join(map(repr, known))
+            message = f"the model {clip(repr(model))} does not exist here, only these do: {names}"
+            raise RequestError(404, message, code="model_not_found", param="model")
         headers = _pass_on(request.headers.items()) | {"accept-encoding": "identity"}
-        for node in self.members.candidates():
+        for node in self.members.candidates(model):
             if node.gone:
                 continue
             outgoing = self.client.build_request(
@@ -118,7 +131,7 @@ class Router:
                 self._count(node, "cancelled" if isinstance(error, ClientGone) else "failed")
                 raise
             return await self._pass_back(node, answer)
-        missing = self.members.missing() or "no decode or mixed node is ready"
+        missing = self.members.missing(model) or "no decode or mixed node is ready"
         raise RequestError(503, missing, code="no_decode_node")
 
     async def _begin(self, node: Node, outgoing: httpx.Request) -> httpx.Response:
@@ -177,8 +190,14 @@ class Router:
         self.requests.labels(node.info.id, outcome).inc()
 
 
-def create_router_app(*, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> FastAPI:
-    """The router's app; it must be served with its lifespan, which drops silent nodes."""
+def create_router_app(
+    *, answer_timeout_s: float = ANSWER_TIMEOUT_S, silence_s: float = SILENCE_S
+) -> FastAPI:
+    """The router's app; it must be served with its lifespan, which drops silent nodes.
+
+    Both times are the longest between two parts of an answer, `silence_s` that of a node whose
+    heartbeats ended.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -191,7 +210,7 @@ def create_router_app(*, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> FastAPI:
             await router.client.aclose()
 
     app = bare_app(lifespan)
-    router = Router(app, answer_timeout_s)
+    router = Router(app, answer_timeout_s, silence_s)
 
     def ready() -> tuple[bool, str]:
         missing = router.members.missing()
@@ -238,15 +257,32 @@ def create_router_app(*, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> FastAPI:
 
 
 async def _drop_stale_nodes(members: Membership) -> None:
+    now = time.monotonic()
     while True:
-        await asyncio.sleep(HEARTBEAT_S / 4)
-        members.drop_stale(time.monotonic())
+        before = now
+        await asyncio.sleep(WATCH_S)
+        now = time.monotonic()
+        if now - before > WATCH_S + HEARTBEAT_S:  # this process was stopped, or starved
+            members.excuse(now - before, now)
+        members.drop_stale(now)
+
+
+class _Wanted(msgspec.Struct):
+    model: str | None = None
+
+
+def _model_of(body: bytes) -> str | None:
+    """The model that a request names; None where it does not, or where the node will object."""
+    try:
+        return msgspec.json.decode(body, type=_Wanted).model
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _node_info(body: bytes) -> NodeInfo:
     try:
         return msgspec.json.decode(body, type=NodeInfo)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(400, f"not an announcement: {error}") from error
 
 
@@ -259,10 +295,9 @@ def _pass_on(headers: Any) -> dict[str, str]:
 
 
 def _lost(node: Node, error: Exception) -> RequestError:
-    if node.gone:
-        reason = "its heartbeats ended"
-    elif isinstance(error, TimeoutError):
-        reason = "it sent nothing for too long"
+    if isinstance(error, TimeoutError):
+        ended = "its heartbeats ended and " if node.gone else ""
+        reason = f"{ended}it sent nothing for too long"
     else:
         reason = str(error) or type(error).__name__
     return RequestError(502, f"node {node.info.id} was lost: {reason}", code="node_lost")

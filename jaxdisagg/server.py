@@ -20,6 +20,7 @@ from jaxdisagg.tokenizer import Tokenizer
 
 DEFAULT_CHAT_TOKENS = 1024
 FORCED_STOP_S = 5
+KEEP_ALIVE_S = 10
 
 
 def create_app(
@@ -90,6 +91,7 @@ class HttpServer:
             access_log=False,
             lifespan="on",
             ws="none",
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=FORCED_STOP_S,
         )
         self._server = _Server(config)

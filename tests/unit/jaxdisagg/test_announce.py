@@ -2,13 +2,14 @@
 
 import asyncio
 import itertools
+import time
 
 import httpx
 import msgspec
 import pytest
 
 from jaxdisagg.announce import Announcer, NodeInfo
-from jaxdisagg.membership import Membership
+from jaxdisagg.membership import SILENCE_S, Membership, Node
 from jaxdisagg.router import create_router_app
 from jaxdisagg.server import bind
 
@@ -21,8 +22,8 @@ def changed(info: NodeInfo, **changes) -> NodeInfo:
     return msgspec.structs.replace(info, **changes)
 
 
-def members_of(*infos: NodeInfo) -> Membership:
-    members = Membership()
+def members_of(*infos: NodeInfo, silence_s: float = SILENCE_S) -> Membership:
+    members = Membership(silence_s)
     for info in infos:
         members.announce(info, now=0.0)
     return members
@@ -55,15 +56,15 @@ async def test_a_heartbeat_keeps_a_node_and_its_requests():
     assert (node.in_flight, node.info.load, node.unreachable) == (2, 9, False)
 
 
+async def wait_for(node: Node, event: asyncio.Event | None = None) -> None:
+    async with node.wait(1e6):
+        await (event or asyncio.Event()).wait()
+
+
 async def test_a_restarted_node_replaces_the_old_one_and_ends_waits_for_it():
-    members = members_of(DECODE)
+    members = members_of(DECODE, silence_s=0.05)
     (old,) = members.nodes
-
-    async def wait() -> None:
-        async with old.wait(1e6):
-            await asyncio.Event().wait()
-
-    waiting = asyncio.create_task(wait())
+    waiting = asyncio.create_task(wait_for(old))
     await asyncio.sleep(0)
     members.announce(changed(DECODE, url="http://127.0.0.1:3"), now=1.0)
     done, _ = await asyncio.wait({waiting}, timeout=DEADLINE_S)
@@ -71,8 +72,79 @@ async def test_a_restarted_node_replaces_the_old_one_and_ends_waits_for_it():
     assert isinstance(waiting.exception(), TimeoutError)
     assert old.gone
     assert members.nodes[0] is not old
-    with pytest.raises(TimeoutError):
-        await wait()  # at once, as the node is gone already
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(TimeoutError):
+            await wait_for(old)  # as the node is gone already
+
+
+async def test_a_node_that_owes_answers_is_remembered_while_it_is_gone():
+    members = members_of(DECODE, silence_s=0.05)
+    (node,) = members.nodes
+    node.in_flight = 1
+    event = asyncio.Event()
+    waiting = asyncio.create_task(wait_for(node, event))
+    await asyncio.sleep(0)
+    members.drop_stale(10.0)
+    members.drop_stale(20.0)
+    assert (node.gone, members.nodes, members.candidates()) == (True, [], [])
+    assert members.missing() == "no decode or mixed node has announced itself"
+    members.announce(changed(DECODE, load=3), now=21.0)
+    assert (node.gone, members.nodes) == (False, [node])
+    await asyncio.sleep(0.1)  # longer than a node that is gone may be silent
+    assert not waiting.done()
+    event.set()
+    async with asyncio.timeout(DEADLINE_S):
+        await waiting
+    node.in_flight = 0
+    members.drop_stale(30.0)
+    members.announce(DECODE, now=31.0)
+    assert members.nodes[0] is not node
+
+
+async def test_a_wait_that_just_ended_is_not_changed_any_more():
+    members = members_of(DECODE, silence_s=0.01)
+    (node,) = members.nodes
+    node.in_flight = 1
+    waiting = asyncio.create_task(wait_for(node))
+    await asyncio.sleep(0)
+    members.drop_stale(10.0)
+    back = asyncio.get_running_loop().create_future()
+
+    def come_back() -> None:
+        members.announce(DECODE, 11.0)
+        back.set_result(None)
+
+    # Both are due in the loop's next turn: the end of the wait, then the heartbeat.
+    asyncio.get_running_loop().call_later(0.01, come_back)
+    time.sleep(0.05)  # noqa: ASYNC251
+    async with asyncio.timeout(DEADLINE_S):
+        await back
+        with pytest.raises(TimeoutError):
+            await waiting
+    assert not node.gone
+
+
+async def test_a_router_that_was_stopped_blames_no_node():
+    members = members_of(DECODE)
+    members.nodes[0].seen = 99.0
+    members.excuse(60.0, now=160.0)
+    members.drop_stale(160.0)
+    assert len(members.nodes) == 1
+    members.excuse(60.0, now=161.0)
+    members.drop_stale(164.6)
+    assert members.nodes == []
+
+
+def test_models_are_those_of_the_nodes_that_serve():
+    members = members_of(
+        PREFILL, changed(DECODE, ready=False), changed(DECODE, id="d1", model="a", load=9)
+    )
+    assert members.models() == ["a", "m"]
+    assert [n.info.id for n in members.candidates()] == ["d1"]
+    assert [n.info.id for n in members.candidates("a")] == ["d1"]
+    assert members.candidates("m") == []
+    assert members.missing("a") == "no prefill node has announced itself"
+    assert members.missing("m") == "no decode or mixed node is ready: d0 (busy)"
 
 
 def test_the_late_farewell_of_a_replaced_node_changes_nothing():

@@ -18,8 +18,8 @@ BODY = {"prompt": "x"}
 STREAM = {"prompt": "x", "stream": True}
 
 
-async def announce(client: httpx.AsyncClient, name: str, url: str, heartbeat_s=60.0) -> None:
-    info = NodeInfo(id=name, role="mixed", model="tiny", url=url, heartbeat_s=heartbeat_s)
+async def announce(client: httpx.AsyncClient, name: str, url: str, model="tiny", **more) -> None:
+    info = NodeInfo(id=name, role="mixed", model=model, url=url, **{"heartbeat_s": 60.0} | more)
     response = await client.post("/internal/announce", content=msgspec.json.encode(info))
     assert response.status_code == 200, response.text
 
@@ -226,21 +226,6 @@ async def dying_node(after: bytes):
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-@pytest.mark.parametrize("body", [BODY, STREAM])
-async def test_a_node_that_falls_silent_is_dropped_and_its_requests_fail(
-    router, serve, make_engine, tiny_tokenizer, body
-):
-    """It still holds its connections open, as a frozen process does."""
-    engine = make_engine(gate=True)
-    async with serve(create_app(engine, tiny_tokenizer)) as url:
-        await announce(router, "frozen", url, heartbeat_s=0.1)
-        response = await router.post("/v1/completions", json=body)
-        assert response.status_code == 502
-        assert response.json()["error"]["message"] == ("node frozen was lost: its heartbeats ended")
-        await engine.until(lambda: engine.cancelled)
-        assert (await router.get("/health")).status_code == 503
-
-
 async def test_a_node_that_answers_nothing_in_time(router, serve, make_engine, tiny_tokenizer):
     engine = make_engine(gate=True)
     app = create_router_app(answer_timeout_s=0.2)
@@ -254,6 +239,39 @@ async def test_a_node_that_answers_nothing_in_time(router, serve, make_engine, t
         assert response.status_code == 502
         assert "sent nothing for too long" in response.json()["error"]["message"]
         await engine.until(lambda: engine.cancelled)
+
+
+async def test_the_named_model_chooses_the_nodes(router, serve, make_engine, tiny_tokenizer):
+    engines = {name: make_engine() for name in ("a", "b")}
+    for name, engine in engines.items():
+        engine.info = type(engine.info)(name, 262, 100, 5, "mixed")
+    async with (
+        serve(create_app(engines["a"], tiny_tokenizer)) as url_a,
+        serve(create_app(engines["b"], tiny_tokenizer)) as url_b,
+    ):
+        await announce(router, "n-a", url_a, model="a")
+        await announce(router, "n-b", url_b, model="b")
+        assert [m["id"] for m in (await router.get("/v1/models")).json()["data"]] == ["a", "b"]
+        for name in ("b", "a", "b", "b"):
+            response = await router.post("/v1/completions", json={**BODY, "model": name})
+            assert (response.status_code, response.json()["model"]) == (200, name)
+        assert [len(engine.requests) for engine in engines.values()] == [1, 3]
+        for model in (None, 5, ["a"]):
+            response = await router.post("/v1/completions", json={**BODY, "model": model})
+            assert response.status_code == (200 if model is None else 400), response.text
+        for content in (b"{", b"[" * 100_000, b'{"model": "a", "x": ' + b"[" * 100_000):
+            response = await router.post("/v1/completions", content=content)
+            assert response.json()["error"]["code"] == "invalid_json"
+        response = await router.post("/v1/completions", json={**BODY, "model": "x" * 1000})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (404, "model_not_found")
+        assert error["param"] == "model"
+        assert error["message"].startswith("the model 'xxx")
+        assert error["message"].endswith("does not exist here, only these do: 'a', 'b'")
+        await announce(router, "n-b", url_b, model="b", ready=False)
+        response = await router.post("/v1/completions", json={**BODY, "model": "b"})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "no_decode_node")
+        assert "n-b" in response.json()["error"]["message"]
 
 
 async def test_models_health_and_metrics(router, nodes):
