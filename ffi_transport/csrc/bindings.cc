@@ -7,6 +7,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
+#include <thread>
+
 #include "baseline.h"
 #include "engine.h"
 #include "trigger_ffi.h"
@@ -35,12 +38,18 @@ T check(Result<T> result) {
   return result.take();
 }
 
+// Text that may come from a peer: whatever its bytes are, it becomes a str.
+nb::str to_text(const std::string& text) {
+  return nb::steal<nb::str>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+}
+
 void raise_python(const Status& status) {
   const Status::Detail detail = status.detail();
   nb::object errors = nb::module_::import_("ffi_transport.errors");
   nb::object error =
-      errors.attr("from_native")(static_cast<int>(status.code()), detail.text, detail.peer,
-                                 detail.id, detail.elapsed_s, detail.missing);
+      errors.attr("from_native")(static_cast<int>(status.code()), to_text(detail.text), detail.peer,
+                                 detail.id, detail.elapsed_s, to_text(detail.missing));
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
 }
 
@@ -49,6 +58,26 @@ template <class Function>
 auto unlocked(Function&& function) {
   nb::gil_scoped_release release;
   return function();
+}
+
+// For tests: says something to an engine's control endpoint without being an engine.
+Status send_raw_packet(const std::string& address, const std::string& bytes) {
+  const auto fabric = make_loopback();
+  auto name = fabric->parse_address(address);
+  if (!name.ok()) return name.status();
+  auto domain = fabric->open_domain("");
+  auto endpoint = (*domain)->open_endpoint(0);
+  OpContext context;
+  Status status =
+      (*endpoint)->send(*(*endpoint)->insert(*name), bytes.data(), bytes.size(), nullptr, &context);
+  if (!status.ok()) return status;
+  std::array<Completion, 1> done;
+  const auto end = Clock::now() + std::chrono::seconds(10);
+  while (Clock::now() < end) {
+    if ((*endpoint)->poll(done) == 1) return {};
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return Status(Code::kTimeout, "nobody took the packet");
 }
 
 std::string to_string(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
@@ -97,8 +126,7 @@ nb::list poll(Engine& engine, double timeout_s) {
   for (const Event& event : events) {
     out.append(nb::make_tuple(static_cast<int>(event.kind), event.peer, event.id, event.first,
                               event.second, event.bytes, event.outcome, event.elapsed_s,
-                              nb::str(event.text.data(), event.text.size()),
-                              to_bytes(event.payload)));
+                              to_text(event.text), to_bytes(event.payload)));
   }
   return out;
 }
@@ -258,6 +286,10 @@ NB_MODULE(_native, module) {
              nb::arg("hello").none());
   module.def("trigger_handler",
              [] { return nb::capsule(trigger_handler(), "xla._CUSTOM_CALL_TARGET"); });
+  module.def("send_raw_packet", [](const std::string& address, const nb::bytes& packet) {
+    const std::string bytes = to_string(packet);
+    check(unlocked([&] { return send_raw_packet(address, bytes); }));
+  });
   // Fires a trigger as the FFI handler does: for tests of the plan table without a program.
   module.def("fire_trigger", [](int engine, int step, int ordinal, int layer, uint64_t address) {
     TriggerRegistry::fire(engine, step, ordinal, layer, reinterpret_cast<const void*>(address));

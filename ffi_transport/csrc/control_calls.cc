@@ -1,5 +1,7 @@
 // The control channel's calls from other threads: they check the directory of peers and hand the
 // work to the control thread.
+#include <algorithm>
+
 #include "control_channel.h"
 #include "control_session.h"
 
@@ -28,6 +30,8 @@ void ControlChannel::set_hello(std::string hello) {
     for (auto& [tag, session] : sessions_) {
       if (session->state == Session::State::kHeld) held.push_back(session.get());
     }
+    // In the order in which they came: peer ids are given out at arrival.
+    std::ranges::sort(held, {}, &Session::peer);
     for (Session* session : held) accept(*session);
   });
 }
@@ -35,6 +39,12 @@ void ControlChannel::set_hello(std::string hello) {
 Status ControlChannel::check_peer(int64_t peer) const {
   std::lock_guard lock(directory_mutex_);
   const auto it = directory_.find(peer);
+  if (it == directory_.end() && peer >= 1 && peer <= newest_peer_) {
+    Status::Detail detail;
+    detail.text = "peer " + std::to_string(peer) + " was lost long ago";
+    detail.peer = peer;
+    return Status(Code::kPeerLost, std::move(detail));
+  }
   if (it == directory_.end()) {
     return Status(Code::kInvalid, "no peer " + std::to_string(peer) + " was ever connected");
   }
@@ -51,7 +61,9 @@ Status ControlChannel::check_peer(int64_t peer) const {
 Result<std::string> ControlChannel::hello_of(int64_t peer) const {
   if (Status status = check_peer(peer); !status.ok()) return status;
   std::lock_guard lock(directory_mutex_);
-  return directory_.at(peer).hello;
+  const auto it = directory_.find(peer);
+  // Lost since it was checked: as much its hello as before, which is gone.
+  return it == directory_.end() ? std::string() : it->second.hello;
 }
 
 Status ControlChannel::send(int64_t peer, std::string payload) {
@@ -64,8 +76,10 @@ Status ControlChannel::send(int64_t peer, std::string payload) {
   std::shared_ptr<std::atomic<int64_t>> backlog;
   {
     std::lock_guard lock(directory_mutex_);
-    backlog = directory_.at(peer).backlog;
+    const auto it = directory_.find(peer);
+    if (it != directory_.end()) backlog = it->second.backlog;
   }
+  if (!backlog) return check_peer(peer);  // lost since it was checked
   const auto bytes = static_cast<int64_t>(payload.size());
   if (backlog->fetch_add(bytes, std::memory_order_relaxed) + bytes > kMaxBacklog) {
     backlog->fetch_sub(bytes, std::memory_order_relaxed);

@@ -138,6 +138,13 @@ int ControlChannel::block_ms(Clock::time_point now) const {
     if (session->state == Session::State::kGreeting && session->retry_at > now) {
       next = std::min(next, session->retry_at);
     }
+    if (session->state == Session::State::kGreeting) {
+      next = std::min(next, session->last_sent + std::chrono::milliseconds(options_.heartbeat_ms));
+    }
+    if (session->state == Session::State::kHeld) {
+      next =
+          std::min(next, session->last_heard + std::chrono::milliseconds(options_.peer_timeout_ms));
+    }
     if (session->state == Session::State::kConnected) {
       next = std::min({next, session->last_sent + std::chrono::milliseconds(options_.heartbeat_ms),
                        session->last_heard + std::chrono::milliseconds(options_.peer_timeout_ms)});
@@ -262,9 +269,18 @@ bool ControlChannel::timers(Clock::time_point now) {
     switch (session->state) {
       case Session::State::kGreeting:
       case Session::State::kIncoming:
-      case Session::State::kHeld:
         if (now >= session->deadline) {
           lose(*session, "no answer to HELLO", true);
+          acted = true;
+        } else if (session->state == Session::State::kGreeting && !session->out.ready() &&
+                   now >= session->retry_at && now - session->last_sent >= heartbeat) {
+          // The HELLO is out. The peer may hold it until its application is ready: still here.
+          send_bare(*session, PacketType::kHeartbeat, {});
+        }
+        break;
+      case Session::State::kHeld:
+        if (now - session->last_heard >= timeout) {
+          lose(*session, "it stopped asking before this node was ready", false);
           acted = true;
         }
         break;
@@ -309,9 +325,10 @@ void ControlChannel::on_receive(std::string_view bytes) {
   if (it == sessions_.end() && greets && !stopping_.load(std::memory_order_relaxed)) {
     size_t incoming = 0;
     for (auto& [tag, session] : sessions_) {
-      incoming += session->state == Session::State::kIncoming;
+      incoming +=
+          session->state == Session::State::kIncoming || session->state == Session::State::kHeld;
     }
-    constexpr size_t kMaxIncoming = 64;  // strangers may not fill our memory
+    constexpr size_t kMaxIncoming = 128;  // strangers may not fill our memory
     if (incoming < kMaxIncoming) {
       add_session(header.session, header.sender_epoch);
       it = sessions_.find(header.session);

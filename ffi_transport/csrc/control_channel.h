@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -105,6 +106,8 @@ class ControlChannel {
   void on_hello(Session& session, const Message& message);
   void on_hello_ack(Session& session, const Message& message);
   void accept(Session& session);
+  void lose_former(const Session& session);
+  void forget_details(int64_t peer);
   void admit(Session& session, const Hello& hello);
   void leave(Session& session, const WaitingPtr& waiting, int deadline_ms);
   void lose(Session& session, const std::string& reason, bool notify);
@@ -142,6 +145,8 @@ class ControlChannel {
 
   mutable std::mutex directory_mutex_;
   std::unordered_map<int64_t, Entry> directory_;
+  std::deque<int64_t> lost_;  // in the directory, oldest first
+  int64_t newest_peer_ = 0;   // ever connected
 
   std::atomic<bool> stopping_{false};
   std::thread thread_;

@@ -1,5 +1,6 @@
 // How peers come and go, on the control thread: the handshake, messages, and the one way in which a
 // peer is lost.
+#include <algorithm>
 #include <chrono>
 #include <random>
 
@@ -107,13 +108,15 @@ void ControlChannel::begin_connect(const std::string& address, double timeout_s,
 void ControlChannel::on_packet(Session& session, const Packet& packet) {
   const PacketHeader& header = packet.header;
   const bool greeting = session.state == Session::State::kGreeting;
-  const bool hello = header.type == PacketType::kFragment && header.kind == MessageKind::kHello;
+  // A peer that we have not answered cannot know our epoch.
+  const bool unanswered =
+      session.state == Session::State::kIncoming || session.state == Session::State::kHeld;
   if (greeting && session.remote_epoch == 0 && header.receiver_epoch == epoch_ &&
       header.type != PacketType::kHeartbeat) {
     session.remote_epoch = header.sender_epoch;
   }
   if (header.sender_epoch != session.remote_epoch ||
-      (header.receiver_epoch != epoch_ && !(hello && header.receiver_epoch == 0))) {
+      (header.receiver_epoch != epoch_ && !(header.receiver_epoch == 0 && unanswered))) {
     bump(stats_->control_packets_stale);  // another life of the same address
     return;
   }
@@ -180,23 +183,28 @@ void ControlChannel::on_hello(Session& session, const Message& message) {
   session.remote_address = hello->control_address;
   session.hello = hello.take();
   session.state = Session::State::kHeld;
-  // Held while the application warms up; the peer's own patience is the limit.
-  session.deadline = Clock::now() + std::chrono::hours(1);
+  // Held while the application warms up, for as long as the peer goes on asking (its heartbeats).
+  session.deadline = Clock::time_point::max();
+  lose_former(session);
   if (hello_) accept(session);
 }
 
-void ControlChannel::accept(Session& session) {
-  // A process that restarted on the same address: its former life is over, before anything of the
-  // new one is set up.
+// A process that restarted on the same address: its former life is over, before anything of the new
+// one is set up.
+void ControlChannel::lose_former(const Session& session) {
   std::vector<Session*> former;
   for (auto& [tag, other] : sessions_) {
-    if (other.get() != &session && other->state == Session::State::kConnected &&
-        other->remote_name == session.remote_name && other->remote_epoch != session.remote_epoch) {
+    const bool known =
+        other->state == Session::State::kConnected || other->state == Session::State::kHeld;
+    if (other.get() != &session && known && other->remote_name == session.remote_name &&
+        other->remote_epoch != session.remote_epoch) {
       former.push_back(other.get());
     }
   }
   for (Session* other : former) lose(*other, "the peer restarted", false);
+}
 
+void ControlChannel::accept(Session& session) {
   const Hello& hello = session.hello;
   if (hello.provider != options_.data_provider) {
     refuse(session,
@@ -251,6 +259,7 @@ void ControlChannel::admit(Session& session, const Hello& hello) {
   session.last_heard = Clock::now();
   bump(stats_->peers_connected);
   std::lock_guard lock(directory_mutex_);
+  newest_peer_ = std::max(newest_peer_, session.peer);
   Entry& entry = directory_[session.peer];
   entry.hello = hello.application;
   entry.address = session.remote_address;
@@ -291,12 +300,25 @@ void ControlChannel::leave(Session& session, const WaitingPtr& waiting, int dead
     Entry& entry = directory_[session.peer];
     entry.lost = true;
     entry.reason = "this node disconnected";
-    entry.hello.clear();
+    forget_details(session.peer);
   }
   session.state = Session::State::kLeaving;
   session.deadline = Clock::now() + std::chrono::milliseconds(deadline_ms);
   session.waiting = waiting;
   [[maybe_unused]] Status queued = session.out.queue(MessageKind::kBye, "the peer disconnected");
+}
+
+// Of a lost peer only the reason is kept, and of long lost ones nothing. Under the directory's
+// mutex.
+void ControlChannel::forget_details(int64_t peer) {
+  constexpr size_t kKept = 1024;
+  directory_[peer].hello = {};
+  directory_[peer].backlog = nullptr;
+  lost_.push_back(peer);
+  if (lost_.size() > kKept) {
+    directory_.erase(lost_.front());
+    lost_.pop_front();
+  }
 }
 
 // The one way out (R13): the data endpoints are fenced first, which ends the peer's transfers as
@@ -338,7 +360,7 @@ void ControlChannel::lose(Session& session, const std::string& reason, bool noti
     entry.lost = true;
     entry.elapsed_s = elapsed;
     entry.reason = reason;
-    entry.hello.clear();
+    forget_details(session.peer);
   }
   bump(stats_->peers_lost);
   Event event;

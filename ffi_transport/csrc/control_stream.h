@@ -36,7 +36,6 @@ class OutStream {
   // From a received packet. kProtocol when the peer acknowledges what was never sent.
   Status acknowledge(uint64_t acknowledged);
   bool all_acknowledged() const { return queue_.empty() && acknowledged_ == next_; }
-  size_t queued_bytes() const { return queued_bytes_; }
   // Sends everything again from the start: only while nothing was acknowledged (a HELLO whose
   // connection failed).
   void restart();

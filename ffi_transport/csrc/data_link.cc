@@ -24,6 +24,7 @@ void DataWorker::Link::drop_front(bool skipped) {
   if (skipped) bump(stats->plan_writes_skipped);
   jobs.pop_front();
   has_head_ = false;
+  refused = false;  // what the provider refused is gone
 }
 
 uint64_t DataWorker::Link::next_bytes() {
@@ -39,7 +40,13 @@ uint64_t DataWorker::Link::next_bytes() {
         drop_front(true);
         continue;
       }
-      head_ = pack_next(job.units, &job.cursor, job.end, limits->pieces);
+      head_ = pack_next(job.units, &job.cursor, job.end, limits->pieces, limits->max_write);
+      if (head_.bytes > limits->max_write) {
+        job.transfer->fail("a unit of " + std::to_string(head_.bytes) +
+                           " bytes exceeds the provider's writes of " +
+                           std::to_string(limits->max_write));
+        continue;  // no longer postable: dropped in the next turn
+      }
       has_head_ = true;
     }
     return window_.admits(head_.bytes) ? head_.bytes : 0;

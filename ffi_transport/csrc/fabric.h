@@ -45,6 +45,9 @@ struct Completion {
   OpContext* context = nullptr;  // null for an immediate
 };
 
+// Scatter entries that any implementation is asked for at most.
+constexpr size_t kMaxPieces = 8;
+
 using PeerAddress = uint64_t;  // an address inserted into an endpoint's address vector
 
 class Endpoint {

@@ -333,7 +333,7 @@ class LoopbackDomain : public Domain {
   explicit LoopbackDomain(const LoopbackOptions& options)
       : options_(options), memory_(std::make_shared<MemoryTable>()) {
     limits_.pieces = options.pieces;
-    limits_.max_write = 1ull << 40;
+    limits_.max_write = options.max_write;
     limits_.send_depth = options.send_depth;
   }
 

@@ -15,6 +15,7 @@ struct LoopbackOptions {
   uint32_t max_delay_polls = 0;  // 0: in order, at once
   size_t pieces = 4;
   size_t send_depth = 256;
+  size_t max_write = 1ull << 40;
 };
 
 std::unique_ptr<Fabric> make_loopback(const LoopbackOptions& options = {});

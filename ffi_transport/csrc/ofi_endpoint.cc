@@ -14,8 +14,6 @@
 namespace ffi_transport {
 namespace {
 
-constexpr size_t kMaxPieces = 8;
-
 // libfabric 1.17's `net` signals its queue's descriptor at the first completion and never resets it
 // (its trywait does nothing), so that descriptor is readable for good. It is an epoll set of that
 // signal and of the domain's own epoll set of sockets; as this thread alone makes progress, the

@@ -118,13 +118,15 @@ Unit UnitList::at(size_t index) const {
               static_cast<uint32_t>(cut(weight_, index + 1) - cut(weight_, index))};
 }
 
-PackedWrite pack_next(const UnitList& units, size_t* cursor, size_t end, size_t max_pieces) {
+PackedWrite pack_next(const UnitList& units, size_t* cursor, size_t end, size_t max_pieces,
+                      uint64_t max_bytes) {
   PackedWrite write;
   max_pieces = std::clamp<size_t>(max_pieces, 1, kMaxPieces);
+  max_bytes = std::min(max_bytes, kMaxWriteBytes);
   for (; *cursor < end; ++*cursor) {
     const Unit unit = units.at(*cursor);
     const bool first = write.piece_count == 0;
-    if (!first && (write.bytes + unit.length > kMaxWriteBytes ||
+    if (!first && (write.bytes + unit.length > max_bytes ||
                    write.weight + unit.weight > ImmediateCodec::kMaxWeight)) {
       break;
     }

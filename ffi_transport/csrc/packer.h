@@ -8,12 +8,12 @@
 #include <memory>
 #include <vector>
 
+#include "fabric.h"
 #include "status.h"
 
 namespace ffi_transport {
 
 constexpr uint64_t kMaxWriteBytes = 1 << 20;
-constexpr size_t kMaxPieces = 8;
 
 // Where one page's part lies on each side; page p of a side starts at p * its page bytes.
 struct PageUnit {
@@ -73,7 +73,10 @@ struct PackedWrite {
   uint64_t bytes = 0;
 };
 
-// Packs units [*cursor, end) into one write and moves the cursor; *cursor < end is required.
-PackedWrite pack_next(const UnitList& units, size_t* cursor, size_t end, size_t max_pieces);
+// Packs units [*cursor, end) into one write and moves the cursor; *cursor < end is required. The
+// write keeps within max_pieces and max_bytes (a domain's limits) unless its first unit alone does
+// not.
+PackedWrite pack_next(const UnitList& units, size_t* cursor, size_t end, size_t max_pieces,
+                      uint64_t max_bytes = kMaxWriteBytes);
 
 }  // namespace ffi_transport

@@ -63,8 +63,48 @@ void PlanTable::close() {
   freed_.notify_all();
 }
 
+// Takes the mutex only to look the regions up: the progress thread must not wait while pages are
+// scanned.
+Status PlanTable::check(PlannedWrite* write, const std::vector<int>& ordinals, int layers) const {
+  if (!std::ranges::count(ordinals, write->ordinal)) {
+    return Status(Code::kInvalid, "a write of ordinal " + std::to_string(write->ordinal) +
+                                      ", which is not among the step's ordinals");
+  }
+  const int end = write->first_layer + static_cast<int>(write->remotes.size());
+  if (write->first_layer < 0 || end > layers) {
+    return Status(Code::kInvalid, "a write of layers " + std::to_string(write->first_layer) +
+                                      " to " + std::to_string(end) + " in a step of " +
+                                      std::to_string(layers));
+  }
+  uint64_t source_length = ~0ull, remote_length = ~0ull;
+  {
+    std::lock_guard lock(mutex_);
+    for (int layer = write->first_layer; layer < end; ++layer) {
+      const RegionPtr region = source(write->ordinal, layer);
+      if (!region) {
+        return Status(Code::kInvalid,
+                      "no source region was set for " + place(write->ordinal, layer));
+      }
+      source_length = std::min(source_length, region->length);
+      remote_length = std::min(remote_length, write->remotes[layer - write->first_layer]->length);
+    }
+  }
+  auto units = UnitList::pages(write->pages, write->unit, source_length, remote_length);
+  if (!units.ok()) {
+    return Status(Code::kInvalid, "ordinal " + std::to_string(write->ordinal) + ", layers " +
+                                      std::to_string(write->first_layer) + " to " +
+                                      std::to_string(end) + ": " + units.status().text());
+  }
+  write->units = units.take();
+  write->source_length = source_length;
+  return {};
+}
+
 Status PlanTable::add(int64_t number, std::vector<int> ordinals, int layers,
                       std::vector<PlannedWrite> writes, double timeout_s) {
+  for (PlannedWrite& write : writes) {
+    if (Status status = check(&write, ordinals, layers); !status.ok()) return status;
+  }
   std::unique_lock lock(mutex_);
   const auto low = static_cast<uint32_t>(number);
   const auto begin = Clock::now();
@@ -85,31 +125,6 @@ Status PlanTable::add(int64_t number, std::vector<int> ordinals, int layers,
   if (steps_.contains(low)) {
     return Status(Code::kInvalid,
                   "step " + std::to_string(number) + ": a step with this low half is live already");
-  }
-  for (const PlannedWrite& write : writes) {
-    if (!std::ranges::count(ordinals, write.ordinal)) {
-      return Status(Code::kInvalid, "a write of ordinal " + std::to_string(write.ordinal) +
-                                        ", which is not among the step's ordinals");
-    }
-    const int end = write.first_layer + static_cast<int>(write.remotes.size());
-    if (write.first_layer < 0 || end > layers) {
-      return Status(Code::kInvalid, "a write of layers " + std::to_string(write.first_layer) +
-                                        " to " + std::to_string(end) + " in a step of " +
-                                        std::to_string(layers));
-    }
-    for (int layer = write.first_layer; layer < end; ++layer) {
-      const RegionPtr region = source(write.ordinal, layer);
-      if (!region) {
-        return Status(Code::kInvalid,
-                      "no source region was set for " + place(write.ordinal, layer));
-      }
-      const Status status = UnitList::pages(write.pages, write.unit, region->length,
-                                            write.remotes[layer - write.first_layer]->length)
-                                .status();
-      if (!status.ok()) {
-        return Status(Code::kInvalid, place(write.ordinal, layer) + ": " + status.text());
-      }
-    }
   }
   for (PlannedWrite& write : writes) {
     if (!write.transfer) continue;
@@ -215,23 +230,20 @@ int64_t PlanTable::fire(const TriggerRecord& record, std::vector<Job>* jobs) {
     if (write.ordinal != ordinal || index < 0 || index >= static_cast<int>(write.remotes.size())) {
       continue;
     }
-    const RemoteRegionPtr& remote = write.remotes[index];
     if (record.wrong_address != 0) {
       write.transfer->fail("the cache shard of " + place(ordinal, layer) + " has moved");
       continue;
     }
-    // Checked when it was planned; checked again because the region may have been replaced.
-    auto units = region ? UnitList::pages(write.pages, write.unit, region->length, remote->length)
-                        : Result<UnitList>(Status(Code::kInvalid, "no source region"));
-    if (!units.ok()) {
-      write.transfer->fail(place(ordinal, layer) + ": " + units.status().text());
+    // The region may have been replaced since the pages were checked.
+    if (!region || region->length < write.source_length) {
+      write.transfer->fail("the source region of " + place(ordinal, layer) + " was replaced");
       continue;
     }
     Job job;
     job.transfer = write.transfer;
     job.source = region;
-    job.remote = remote;
-    job.units = units.take();
+    job.remote = write.remotes[index];
+    job.units = write.units;
     job.end = job.units.size();
     job.step = number;
     job.layer = layer;

@@ -30,6 +30,9 @@ struct PlannedWrite {
   std::shared_ptr<const PageLists> pages;
   PageUnit unit;
   std::vector<RemoteRegionPtr> remotes;  // one per layer from first_layer
+  // Filled by PlanTable::add: the same for all layers, checked once for the shortest regions.
+  UnitList units;
+  uint64_t source_length = 0;
 };
 
 class PlanTable {
@@ -67,6 +70,7 @@ class PlanTable {
   };
 
   RegionPtr source(int ordinal, int layer) const;
+  Status check(PlannedWrite* write, const std::vector<int>& ordinals, int layers) const;
   std::string describe_live() const;
   void fault(const char* kind, int64_t step, const TriggerRecord& record, std::string detail);
 

@@ -182,3 +182,23 @@ TEST(engine_closes_cleanly_in_the_middle_of_everything) {
     CHECK_FAILS(a.engine->register_memory(4096, 1).status(), Code::kClosed, "closed");
   }
 }
+
+TEST(engine_respects_the_providers_largest_write) {
+  EngineOptions how = options();
+  how.loopback.max_write = 10000;
+  Node a(how), b(how);
+  randomize(&a.memory, 3);
+  const int64_t peer = connect(a, b);
+  const PageLists lists = shuffled(64, 7);
+  int64_t transfer = *a.engine->open_transfer(peer, 1);
+  CHECK_OK(a.engine->write_paged(transfer, a.region, b.remote, lists, {4096, 0, 4096, 0, 4096}));
+  CHECK_OK(a.engine->seal(transfer));
+  CHECK_EQ(a.wait(EventKind::kTransferEnded).first, 64);
+  CHECK(a.stat("writes_posted") >= 32);
+  check_pages(a, b, lists, 4096);
+  transfer = *a.engine->open_transfer(peer, 1);
+  CHECK_OK(a.engine->write(transfer, a.region, 0, b.remote, 0, 20000, 1));
+  const Event ended = a.wait(EventKind::kTransferEnded);
+  CHECK_EQ(ended.outcome, static_cast<int>(TransferOutcome::kFailed));
+  CHECK(ended.text.find("a unit of 20000 bytes exceeds") != std::string::npos);
+}

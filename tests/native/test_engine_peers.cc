@@ -56,14 +56,15 @@ struct Stranger {
     out.data_names.assign(domains, std::string("\x01\x00", 2));
     return out;
   }
-  std::string greeting(const Hello& hello, uint16_t version = kProtocolVersion) {
+  std::string greeting(const Hello& hello, uint16_t version = kProtocolVersion,
+                       uint64_t epoch = 1234, uint64_t session = 99) {
     PacketHeader header;
     header.version = version;
     header.type = PacketType::kFragment;
     header.first = header.last = true;
     header.kind = MessageKind::kHello;
-    header.sender_epoch = 1234;
-    header.session = 99;
+    header.sender_epoch = epoch;
+    header.session = session;
     const std::string payload = encode_hello(hello);
     header.message_bytes = static_cast<uint32_t>(payload.size());
     std::string bytes(kPacketBytes, '\0');
@@ -244,14 +245,91 @@ TEST(restarted_peer_ends_its_former_life_first) {
     first.send(first.greeting(first.hello()));
     a.wait(EventKind::kPeerConnected);
     // The same address with another epoch and session.
-    std::string again = first.greeting(first.hello());
-    again[8] = 77;
-    again[24] = 55;
-    first.send(again);
+    first.send(first.greeting(first.hello(), kProtocolVersion, 77, 55));
     const Event lost = a.wait(EventKind::kPeerLost);
     CHECK(lost.text == "the peer restarted");
     CHECK(a.wait(EventKind::kPeerConnected).peer != lost.peer);
   }
+}
+
+TEST(held_peers_are_accepted_in_their_order) {
+  Node a(options(), 64, std::nullopt);
+  std::vector<std::unique_ptr<Stranger>> strangers;
+  for (uint64_t i = 0; i < 8; ++i) {
+    strangers.push_back(std::make_unique<Stranger>(a.engine->control_address()));
+    Hello hello = strangers.back()->hello();
+    hello.application = std::to_string(i);
+    // Session tags in another order than the arrivals.
+    strangers.back()->send(strangers.back()->greeting(hello, kProtocolVersion, 5, 100 - i));
+    CHECK(eventually([&] { return a.stat("control_packets_received") == i + 1; }));
+  }
+  // The last one restarts while it is held: of that address the newest life alone is greeted.
+  Hello again = strangers.back()->hello();
+  again.application = "newest";
+  strangers.back()->send(strangers.back()->greeting(again, kProtocolVersion, 6, 1));
+  CHECK(eventually([&] { return a.stat("control_packets_received") == 9; }));
+  CHECK(!a.has(EventKind::kPeerConnected));
+  a.engine->control().set_hello("ready");
+  for (int i = 0; i < 7; ++i) {
+    CHECK(a.wait(EventKind::kPeerConnected).payload == std::to_string(i));
+  }
+  CHECK(a.wait(EventKind::kPeerConnected).payload == "newest");
+  CHECK_EQ(a.stat("peers_connected"), 8u);
+}
+
+TEST(held_peer_that_died_is_forgotten) {
+  EngineOptions how = options();
+  how.heartbeat_ms = 10;
+  how.peer_timeout_ms = 150;
+  Node a(how, 64, std::nullopt);
+  Stranger dead(a.engine->control_address());
+  dead.send(dead.greeting(dead.hello()));
+  Node alive(how, 64, "alive");
+  std::thread asks([&] {
+    // Held for several time-outs; its heartbeats keep it.
+    CHECK_OK(alive.engine->connect(a.engine->control_address(), 20).status());
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  a.engine->control().set_hello("ready");
+  asks.join();
+  CHECK(a.wait(EventKind::kPeerConnected).payload == "alive");
+  CHECK_EQ(a.stat("peers_connected"), 1u);
+}
+
+TEST(lost_peers_do_not_add_up) {
+  Node a, b;
+  const int64_t first = connect(a, b);
+  CHECK_OK(a.engine->control().fence(first));
+  CHECK_FAILS(a.engine->control().check_peer(first), Code::kPeerLost, "fenced by this node");
+  for (int i = 0; i < 1024; ++i) CHECK_OK(a.engine->control().fence(connect(a, b)));
+  CHECK_FAILS(a.engine->control().check_peer(first), Code::kPeerLost, "was lost long ago");
+  CHECK_OK(a.engine->control().fence(first));
+  CHECK_FAILS(a.engine->control().check_peer(5000), Code::kInvalid, "no peer 5000");
+}
+
+TEST(refused_post_of_a_cancelled_transfer_lets_the_worker_sleep) {
+  EngineOptions how = options();
+  how.heartbeat_ms = 10000;
+  how.loopback.send_depth = 1;
+  Node a(how);
+  Stranger stranger(a.engine->control_address());
+  auto never_polls = stranger.domain->open_endpoint(0).take();
+  Hello hello = stranger.hello();
+  hello.data_names = {never_polls->name()};
+  stranger.send(stranger.greeting(hello));
+  const int64_t peer = a.wait(EventKind::kPeerConnected).peer;
+  const int64_t transfer = *a.engine->open_transfer(peer, 1);
+  for (int i = 0; i < 2; ++i) {
+    CHECK_OK(a.engine->write(transfer, a.region, 0, a.remote, 0, 1000, 1));
+  }
+  CHECK(eventually([&] { return a.stat("posts_deferred") > 0; }));
+  CHECK_OK(a.engine->cancel(transfer));
+  // While a refused post waits, the worker looks every millisecond; now there is none.
+  CHECK(eventually([&] {
+    const uint64_t before = a.stat("thread_blocks");
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    return a.stat("thread_blocks") - before < 10;
+  }));
 }
 
 TEST(unknown_version_is_refused_by_name) {

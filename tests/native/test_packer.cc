@@ -95,6 +95,20 @@ TEST(packer_keeps_the_limits_and_covers_every_unit_once) {
   }
 }
 
+TEST(packer_keeps_within_the_domains_limit) {
+  std::vector<uint32_t> pages(64);
+  std::iota(pages.begin(), pages.end(), 0);
+  auto units = UnitList::pages(lists(pages, pages), {4096, 0, 4096, 0, 4096}, kBig, kBig);
+  size_t cursor = 0, writes = 0;
+  for (; cursor < units->size(); ++writes) {
+    CHECK_EQ(pack_next(*units, &cursor, units->size(), 8, 10000).bytes, 8192u);
+  }
+  CHECK_EQ(writes, 32u);
+  cursor = 0;  // a unit is never split: the caller sees that it does not fit
+  CHECK_EQ(pack_next(*units, &cursor, units->size(), 8, 1000).bytes, 4096u);
+  CHECK_EQ(cursor, 1u);
+}
+
 TEST(packer_cuts_a_range_by_bytes_and_units) {
   for (const auto& [length, count] : std::vector<std::pair<uint64_t, uint64_t>>{{1, 1},
                                                                                 {1 << 20, 1},

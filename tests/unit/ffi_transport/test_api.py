@@ -3,6 +3,7 @@
 import contextlib
 import select
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -213,8 +214,10 @@ def test_write_arguments_are_checked(make_node):
         paged([0], [0], PageUnit(1024, -1, 1024, 0, 1))
     with pytest.raises(ValueError, match="several units"):
         paged([0], [0], PageUnit(1 << 21, 0, 1 << 21, 0, 1 << 21))
-    with pytest.raises(ProtocolError, match="descriptor"):
-        engine.write(transfer, sender.region, 0, RemoteRegion(b"nonsense", 5), 0, 1)
+    with pytest.raises(ValueError, match="no region descriptor"):
+        RemoteRegion(b"nonsense", 5)
+    with pytest.raises(ValueError, match="length: 5, the descriptor says 1048576"):
+        RemoteRegion(target.descriptor, 5)
     with pytest.raises(ValueError, match="no transfer 99"):
         engine.seal(99)
     with pytest.raises(ValueError, match="no peer 99"):
@@ -299,3 +302,28 @@ def test_fifth_step_waits_for_a_free_place(make_node):
     node.engine.add_plan(4, [0], 1, [])  # waits without the GIL, else the timer could not run
     timer.join()
     assert node.engine.counters()["steps_live"] == 4
+
+
+def hello_packet(address: bytes) -> bytes:
+    """A HELLO as docs/protocol.md describes it, of a sender that calls itself `address`."""
+
+    def string(value: bytes) -> bytes:
+        return struct.pack("<I", len(value)) + value
+
+    payload = string(b"\x01\x00") + string(address) + string(b"loopback")
+    payload += struct.pack("<II", 20, 1) + string(b"\x02\x00") + string(b"application")
+    header = struct.pack("<IHBB5QIII4x", 0x4744584A, 1, 1, 3, 11, 0, 22, 0, 0, 1, len(payload),
+                         len(payload))  # fmt: skip
+    assert len(header) == 64
+    return header + payload
+
+
+def test_text_of_a_peer_need_not_be_utf8(make_node):
+    node = make_node("loopback")
+    packet = hello_packet("größe".encode()[:3] + b"\xff:1")
+    _native.send_raw_packet(node.engine.control_address, packet)
+    connected = wait_for(node.engine, PeerConnected, [])
+    assert connected == PeerConnected(1, "gr\ufffd\ufffd:1", b"application")
+    node.engine.fence(1)
+    with pytest.raises(PeerLost, match="gr\ufffd\ufffd:1"):
+        node.engine.send(1, b"x")
