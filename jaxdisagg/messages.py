@@ -17,6 +17,7 @@ from jaxdisagg.transfer_plan import CacheLayout, pages_for, plan
 
 PROTOCOL_VERSION = 1
 SLOT_LIMIT = 1 << 20
+MAX_TOKEN_ID = (1 << 31) - 1
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -139,7 +140,7 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill", forbid_unknown_fields=
     def token_ids(self) -> np.ndarray:
         """The prompt as int32[prompt_length]; raises ValueError if one exceeds int32."""
         ids = unpack(self.tokens)
-        if ids.max(initial=0) > np.iinfo(np.int32).max:
+        if ids.max() > MAX_TOKEN_ID:
             raise ValueError(f"tokens: {ids.max()} is no token id")
         return ids.astype(np.int32)
 
@@ -156,6 +157,8 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill", forbid_unknown_fields=
         need = pages_for(self.prompt_length, layout.page_size)
         if self.prompt_length > hello.max_model_len:
             return f"tokens: {self.prompt_length}, max_model_len is {hello.max_model_len}"
+        if (token := unpack(self.tokens).max()) > MAX_TOKEN_ID:
+            return f"tokens: {token} is no token id"
         if len(pages) != need:
             return f"pages: {len(pages)}, a prompt of {self.prompt_length} tokens fills {need}"
         if pages.max(initial=0) >= hello.num_pages:

@@ -224,6 +224,8 @@ def test_packing_is_little_endian_and_bounded():
         ({}, None),
         ({"tokens": pack(range(513))}, "max_model_len"),
         ({"tokens": pack(range(34))}, "pages: 2, a prompt of 34 tokens fills 3"),
+        ({"tokens": pack([*range(32), 4_000_000_000])}, "4000000000 is no token id"),
+        ({"tokens": pack([*range(32), 2**31 - 1])}, None),
         ({"pages": pack([1, 2, 3])}, "pages: 3, a prompt of 33 tokens fills 2"),
         ({"pages": pack([1, PAGES])}, f"page {PAGES}, the node announced {PAGES}"),
         ({"pages": pack([4, 4])}, "twice"),
@@ -329,3 +331,33 @@ def test_the_protocol_document_lists_every_field(message):
     assert not missing
     if isinstance(message, NodeHello):
         assert all(f.name in rows[0] for f in dataclasses.fields(CacheLayout))
+
+
+near_prefills = st.builds(
+    prefill,
+    tokens=st.lists(
+        st.sampled_from([0, 5, 2**31 - 1, 2**31, 2**32 - 1]), min_size=2, max_size=20
+    ).map(pack),
+    pages=st.lists(st.sampled_from([0, 1, PAGES - 1, PAGES, 2**32 - 1]), max_size=3).map(pack),
+    dp_rank=st.sampled_from([0, 1, 2, 1 << 62]),
+    context=st.sampled_from([None, 0, 7, 8, 1 << 62]),
+)
+
+
+@settings(max_examples=400)
+@given(near_prefills)
+def test_a_prefill_without_a_problem_can_be_served(message):
+    node = hello(max_model_len=18)
+    tokens, pages = unpack(message.tokens), message.page_ids()
+    sound = (
+        len(tokens) <= 18
+        and tokens.max() < 2**31
+        and sorted(set(pages)) == sorted(pages)
+        and len(pages) == (1 if len(tokens) <= 17 else 2)
+        and all(page < PAGES for page in pages)
+        and message.dp_rank < 2
+        and (message.context is None or message.context < 8)
+    )
+    assert (message.problem(node) is None) == sound
+    if sound:
+        assert message.token_ids().tolist() == tokens.tolist()
