@@ -107,10 +107,17 @@ class Engine(Protocol):
         """
         ...
 
-    def timing(self, request_id: str) -> RequestTiming | None:
-        """Where the time of a request went, once it has its first token.
+    def finish(self, request_id: str) -> None:
+        """The tokens so far are the whole answer, as its text reached a stop string.
 
-        Kept for a while after the request has ended: the server asks for it then.
+        The request ends as finished, not as cancelled; its iterator is closed next.
+        """
+        ...
+
+    def timing(self, request_id: str) -> RequestTiming | None:
+        """Where the time of a request went: None before it is all known, and once forgotten.
+
+        A prefill node's share may be told after the answer has ended, so it is kept for a while.
         """
         ...
 

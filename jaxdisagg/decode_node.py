@@ -81,6 +81,10 @@ class DecodeNode(StepLoop):
         finally:
             self.post(lambda: self._client_left(active))
 
+    def finish(self, request_id: str) -> None:
+        """End a request that is being decoded as answered; see `api.Engine`."""
+        self.post(lambda: self._finish_early(request_id))
+
     def timing(self, request_id: str) -> RequestTiming | None:
         """Where the time of a request went; None until it is all known, or when forgotten."""
         active = self._timings.get(request_id)
@@ -147,6 +151,11 @@ class DecodeNode(StepLoop):
             self._revoke(active)
         elif state in (DecodeState.READY, DecodeState.DECODING):
             self._end(active, DecodeState.CANCELLED)
+
+    def _finish_early(self, request_id: str) -> None:
+        active = self._active.get(request_id)
+        if active is not None and active.life.state is DecodeState.DECODING:
+            self._end(active, DecodeState.FINISHED)
 
     def _revoke(self, active: ActiveRequest) -> None:
         assert active.lease is not None

@@ -1,5 +1,6 @@
 """Prometheus metrics of a node's HTTP server, in a registry of their own."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from prometheus_client.registry import Collector
 from jaxdisagg.api import RequestTiming
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+# So many answers wait at most for their timings: those of failed requests never come.
+MAX_UNKNOWN = 256
 TTFT_TERMS = ("queue", "prefill", "exposed_transfer", "first_decode")
 
 
@@ -35,6 +38,7 @@ class ServerMetrics(StateMetrics):
 
     def __init__(self, state: Callable[[], Mapping[str, Any]]) -> None:
         super().__init__(state)
+        self._unknown: deque[Callable[[], RequestTiming | None]] = deque(maxlen=MAX_UNKNOWN)
         self.requests = Counter(
             "jaxdisagg_requests",
             "HTTP generation requests by outcome: ok, rejected (4xx), failed, cancelled.",
@@ -73,13 +77,25 @@ class ServerMetrics(StateMetrics):
         if gap is not None:
             self.itl.observe(gap)
 
-    def on_timing(self, timing: RequestTiming | None) -> None:
-        """Record where the time to a first token went, where the engine knows."""
+    def on_answer(self, timing: Callable[[], RequestTiming | None]) -> None:
+        """Record where the time to a first token went: now, or when `timing` knows it."""
+        if not self._record(timing):
+            self._unknown.append(timing)
+
+    def render(self) -> tuple[bytes, str]:
+        """Ask once more for what was not known when its answer ended."""
+        waiting, self._unknown = self._unknown, deque(maxlen=MAX_UNKNOWN)
+        self._unknown.extend(timing for timing in waiting if not self._record(timing))
+        return super().render()
+
+    def _record(self, ask: Callable[[], RequestTiming | None]) -> bool:
+        timing = ask()
         if timing is None:
-            return
+            return False
         self.ttft.labels("total").observe(timing.ttft)
         for term in TTFT_TERMS:
             self.ttft.labels(term).observe(getattr(timing, term))
+        return True
 
 
 class _StateCollector(Collector):

@@ -49,7 +49,7 @@ class Answer:
         self._waiting: list[tuple[int, TokenOutput]] = []
 
     async def pieces(self) -> AsyncGenerator[Piece]:
-        """Generate; the last piece has a finish reason. Closing this cancels the request.
+        """Generate; the last piece has a finish reason. Closing this earlier cancels the request.
 
         Raises RequestError as the engine does, and where the engine ends without a reason.
         """
@@ -65,13 +65,15 @@ class Answer:
                         last = now
                     piece = self._piece(output)
                     if piece.finish_reason is not None:
+                        if output.finish_reason is None:
+                            self._engine.finish(self.request.id)
                         break
                     yield piece
                 else:
                     raise RuntimeError(f"the engine gave no finish reason for {self.request.id}")
         finally:
             if last is not None:
-                self._metrics.on_timing(self._engine.timing(self.request.id))
+                self._metrics.on_answer(lambda: self._engine.timing(self.request.id))
         self._metrics.finished.labels(piece.finish_reason).inc()
         yield piece
 

@@ -230,7 +230,10 @@ def _fit(prompt_tokens: int, limit: int, asked: str | None, info: EngineInfo) ->
 def check_model(body: GenerationBody, info: EngineInfo) -> None:
     """Refuse a body that asks for another model: RequestError (404)."""
     if body.model is not None and body.model != info.model:
-        message = (
-            f"the model {clip(repr(body.model))} does not exist here, only {info.model!r} does"
-        )
-        raise RequestError(404, message, code="model_not_found", param="model")
+        raise unknown_model(body.model, info)
+
+
+def unknown_model(name: str, info: EngineInfo) -> RequestError:
+    """The error (404) of a request for another model than the one there is."""
+    message = f"the model {clip(repr(name))} does not exist here, only {info.model!r} does"
+    return RequestError(404, message, code="model_not_found", param="model")

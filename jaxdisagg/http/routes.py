@@ -1,5 +1,6 @@
 """The endpoints of a decode or mixed node."""
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -10,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 
-from jaxdisagg.api import Engine, EngineInfo, RequestError
+from jaxdisagg.api import Engine, EngineInfo, RequestError, RequestTiming
 from jaxdisagg.http import formats, preparation, schemas
 from jaxdisagg.http.errors import INTERNAL_ERROR, error_object, error_response, json_response
 from jaxdisagg.http.generation import Answer, Piece, make_answers, merged
@@ -28,6 +29,9 @@ from jaxdisagg.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 TIMING_HEADER = "x-jaxdisagg-timing"
+# The report of a prefill node may come after the answer has ended: it is waited for for a second.
+TIMING_TRIES = 100
+TIMING_PAUSE_S = 0.01
 CLIENT_CLOSED_REQUEST = 499
 
 Prepared = tuple[Job, formats.Format]
@@ -49,6 +53,14 @@ class Frontend:
         if not ready:
             raise RequestError(503, f"not ready: {missing}", code="not_ready")
         return self.engine.info
+
+    async def timing(self, request_id: str) -> RequestTiming | None:
+        """Where the time of an ended request went; None if that is not known within a second."""
+        for _ in range(TIMING_TRIES):
+            if (timing := self.engine.timing(request_id)) is not None:
+                return timing
+            await asyncio.sleep(TIMING_PAUSE_S)
+        return None
 
 
 def make_routes(front: Frontend) -> APIRouter:
@@ -95,8 +107,7 @@ def make_routes(front: Frontend) -> APIRouter:
     async def model(name: str) -> Response:
         info = front.info()
         if name != info.model:
-            message = f"the model {name!r} does not exist here, only {info.model!r} does"
-            raise RequestError(404, message, code="model_not_found", param="model")
+            raise preparation.unknown_model(name, info)
         return json_response(model_object(info))
 
     return router
@@ -157,10 +168,8 @@ async def _whole(
             found[piece.index].append(piece)
     choices = [form.choice(each) for each in found]
     if with_timing:
-        choices = [
-            formats.with_timing(choice, front.engine.timing(answer.request.id))
-            for choice, answer in zip(choices, answers, strict=True)
-        ]
+        timings = await asyncio.gather(*(front.timing(answer.request.id) for answer in answers))
+        choices = [formats.with_timing(*both) for both in zip(choices, timings, strict=True)]
     return formats.envelope(job, form.object, choices, usage=_usage(job, answers))
 
 
@@ -184,10 +193,10 @@ async def _events(
             more = {"usage": None} | more
         return event(formats.envelope(job, form.chunk_object, choices, **more))
 
-    def encode(piece: Piece) -> bytes:
+    async def encode(piece: Piece) -> bytes:
         choice = form.chunk_choice(piece)
         if with_timing and piece.finish_reason is not None:
-            timing = front.engine.timing(answers[piece.index].request.id)
+            timing = await front.timing(answers[piece.index].request.id)
             choice = formats.with_timing(choice, timing)
         return chunk(choice)
 
@@ -197,9 +206,9 @@ async def _events(
             for answer in answers:
                 if (opening := form.opening(answer.index)) is not None:
                     yield chunk(opening)
-            yield encode(first)
+            yield await encode(first)
             async for piece in pieces:
-                yield encode(piece)
+                yield await encode(piece)
         if job.include_usage:
             yield chunk(usage=_usage(job, answers))
         outcome = "ok"

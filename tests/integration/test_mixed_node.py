@@ -62,6 +62,23 @@ def test_logprobs_are_as_many_as_asked_for(node):
         assert output.top[0] == (output.token, pytest.approx(output.logprob, abs=1e-6))
 
 
+def test_an_answer_that_is_whole_before_its_last_token_is_finished(node):
+    before = dict(node.state()["outcomes"])
+
+    async def run():
+        stream = node.generate(GenerationRequest("whole", tuple(PROMPTS[3]), 200))
+        await anext(stream)
+        node.finish("whole")
+        await stream.aclose()
+
+    asyncio.run(run())
+    wait_until(lambda: not node.state()["requests"], "the request is gone")
+    after = node.state()["outcomes"]
+    assert after["finished"] == before.get("finished", 0) + 1
+    assert after.get("cancelled") == before.get("cancelled")
+    wait_until(lambda: node.pools[0].counts().free == node.pools[0].counts().total, "pages")
+
+
 def test_a_client_that_leaves_frees_its_pages(node):
     async def run():
         stream = node.generate(GenerationRequest("left", tuple(PROMPTS[3]), 200))

@@ -34,8 +34,9 @@ Step = int | TokenOutput | Exception
 class FakeEngine:
     """Plays `script` for each request: tokens, outputs or errors; then `length`.
 
-    With `gate`, it waits for one `release()` before each step. Records the requests it got and
-    those that were closed before their end.
+    With `gate`, it waits for one `release()` before each step. Records the requests it got,
+    those that were closed before their end, and those that were said to be `finished` before it.
+    Timings are unknown the first `timing_unknown` times that one is asked for.
     """
 
     script: Sequence[Step] = tuple(b"hi")
@@ -47,6 +48,8 @@ class FakeEngine:
     generators: list[AsyncGenerator[TokenOutput]] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
+    finished: set[str] = field(default_factory=set)
+    timing_unknown: int = 0
     permits: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -75,7 +78,8 @@ class FakeEngine:
                 finished = output.finish_reason is not None
                 yield output
         finally:
-            (self.ended if finished else self.cancelled).add(request.id)
+            well = finished or request.id in self.finished
+            (self.ended if well else self.cancelled).add(request.id)
             self._notify()
 
     def release(self, steps: int = 1) -> None:
@@ -92,7 +96,13 @@ class FakeEngine:
     def _notify(self) -> None:
         self.changed.set()
 
+    def finish(self, request_id: str) -> None:
+        self.finished.add(request_id)
+
     def timing(self, request_id: str) -> RequestTiming | None:
+        if self.timing_unknown > 0:
+            self.timing_unknown -= 1
+            return None
         return TIMING if any(r.id == request_id for r in self.requests) else None
 
     def ready(self) -> tuple[bool, str]:

@@ -184,7 +184,16 @@ async def test_a_stop_string_over_token_borders(client, engine, streaming, stop)
         text = choice["text"]
         assert document["usage"]["completion_tokens"] == 3
     assert (text, choice["finish_reason"]) == ("ah", "stop")
-    assert engine.cancelled == {engine.requests[0].id}
+    assert engine.finished == engine.ended == {engine.requests[0].id}
+    assert engine.cancelled == set()
+
+
+async def test_only_a_stop_string_tells_the_engine_that_an_answer_is_whole(client, engine):
+    await post(client, "/v1/completions", {"prompt": "x", "stop": "zzz"})
+    # Complete with the last token, which the engine has ended by itself.
+    await post(client, "/v1/completions", {"prompt": "x", "stop": "i"})
+    assert engine.finished == set()
+    assert len(engine.ended) == 2
 
 
 async def test_a_stop_token_ends_without_text(client, engine):
@@ -300,6 +309,28 @@ async def test_timing_on_request(client):
     assert "timing" not in chunks[0]["choices"][0]
     assert chunks[-2]["choices"][0]["timing"] == timing
     assert "timing" not in (await post(client, "/v1/completions", {"prompt": "x"}))["choices"][0]
+
+
+async def test_a_timing_that_comes_late_is_waited_for(client, engine):
+    head = {"x-jaxdisagg-timing": "1"}
+    engine.timing_unknown = 4
+    document = await post(client, "/v1/completions", {"prompt": ["x", "y"]}, headers=head)
+    assert [choice["timing"]["pages"] for choice in document["choices"]] == [3, 3]
+    engine.timing_unknown = 4
+    chunks = await stream(client, "/v1/completions", {"prompt": "x"}, headers=head)
+    assert chunks[-2]["choices"][0]["timing"]["pages"] == 3
+    assert engine.timing_unknown == 0
+    engine.timing_unknown = 1 << 30
+    document = await post(client, "/v1/completions", {"prompt": "x"}, headers=head)
+    assert document["choices"][0]["timing"] is None
+
+
+async def test_a_timing_that_comes_late_is_counted(client, engine):
+    engine.timing_unknown = 2
+    await post(client, "/v1/completions", {"prompt": "x"})
+    counted = 'jaxdisagg_ttft_seconds_count{term="total"} 1.0'
+    for expected in (False, True, True):
+        assert (counted in (await client.get("/metrics")).text) is expected
 
 
 @pytest.mark.parametrize("streaming", [False, True])
