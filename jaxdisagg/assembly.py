@@ -1,10 +1,10 @@
 """Puts a node together: runner, warm-up, registration, HELLO, messenger, loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ffi_transport.engine import TransferEngine
 from ffi_transport.trigger import make_trigger
-from ffi_transport.types import EngineConfig
+from ffi_transport.types import EngineConfig, Event
 from jaxdisagg.api import EngineInfo
 from jaxdisagg.config import NodeConfig
 from jaxdisagg.decode_messenger import DecodeMessenger
@@ -80,54 +80,58 @@ def engine_info(node: NodeConfig, model: LoadedModel) -> EngineInfo:
     )
 
 
-class PrefillParts:
-    """A prefill node that runs: its loop, its engine and the pump between them."""
+class FabricParts[N: (PrefillNode, DecodeNode)]:
+    """A node with a transfer engine: the pump between them, and the way to stop them all."""
+
+    node: N
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self.engine = engine
+
+    def _start(self, deliver: Callable[[Sequence[Event]], None], hello: NodeHello) -> None:
+        """Start the loop and the pump, and from now on answer those who greet."""
+        self._pump = EventPump(self.engine, deliver, self.node.fail, f"{hello.role}-events")
+        self.node.start()
+        self._pump.start()
+        self.engine.set_hello(encode(hello))
+
+    def stop(self, timeout: float) -> None:
+        """Stop the loop, then the pump, then the fabric, which says goodbye."""
+        self.node.stop(timeout)
+        self._pump.stop()
+        self.engine.close()
+
+
+class PrefillParts(FabricParts[PrefillNode]):
+    """A prefill node that runs."""
 
     def __init__(
         self, node: NodeConfig, model: LoadedModel, engine: TransferEngine, progress: Progress
     ) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self.runner = _runner(node, model, make_trigger(engine.index))
         self.runner.warm_up(progress)
         hello = _hello(node, model, self.runner, engine)
         messenger = PrefillMessenger(engine, hello, self.runner.cache, model.config.vocab_size)
         self.node = PrefillNode(node, self.runner, messenger)
         messenger.attach(self.node)
-        self._pump = EventPump(engine, messenger.on_events, self.node.fail, "prefill-events")
-        self.node.start()
-        self._pump.start()
-        engine.set_hello(encode(hello))
-
-    def stop(self, timeout: float) -> None:
-        """Stop the loop, then the fabric (which says goodbye), then the pump."""
-        self.node.stop(timeout)
-        self._pump.stop()
-        self.engine.close()
+        self._start(messenger.on_events, hello)
 
 
-class DecodeParts:
-    """A decode node that runs: its loop, its messenger, its engine and the pump between them."""
+class DecodeParts(FabricParts[DecodeNode]):
+    """A decode node that runs."""
 
     def __init__(
         self, node: NodeConfig, model: LoadedModel, engine: TransferEngine, progress: Progress
     ) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self.runner = _runner(node, model)
         self.runner.warm_up(progress)
         hello = _hello(node, model, self.runner, engine)
         self.node = DecodeNode(node, self.runner, engine_info(node, model))
         self.messenger = DecodeMessenger(self.node, engine, hello)
         self.node.prefiller = self.messenger
-        self._pump = EventPump(engine, self.messenger.on_events, self.node.fail, "decode-events")
-        self.node.start()
-        self._pump.start()
-        engine.set_hello(encode(hello))
-
-    def stop(self, timeout: float) -> None:
-        """Stop the loop, then the fabric (which says goodbye), then the pump."""
-        self.node.stop(timeout)
-        self._pump.stop()
-        self.engine.close()
+        self._start(self.messenger.on_events, hello)
 
 
 class MixedParts:

@@ -27,7 +27,10 @@ class Shard:
 
 
 def _allocate(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> jax.Array:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+    try:
+        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"pages: a cache buffer of shape {shape} cannot be had: {error}") from None
 
 
 def _pointers(array: jax.Array) -> dict[int, tuple[int, int]]:

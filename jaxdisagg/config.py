@@ -12,13 +12,22 @@ import msgspec
 
 Role = Literal["prefill", "decode", "mixed"]
 DTYPES = ("float32", "bfloat16")
+PROVIDERS = ("auto", "efa", "verbs", "tcp", "net", "tcp;ofi_rxm")
+MAX_CPUS = 4096
 DEFAULT_MODEL_LEN = 2048
+DEFAULT_PORT = 8000
 
 
 def _at_least(low: int, **values: int) -> None:
     for name, value in values.items():
         if value < low:
             raise ValueError(f"{name}={value} must be at least {low}")
+
+
+def _check_port(**ports: int) -> None:
+    for name, port in ports.items():
+        if not 0 <= port <= 65535:
+            raise ValueError(f"{name}={port} must be in 0..65535")
 
 
 @dataclass(frozen=True)
@@ -124,6 +133,11 @@ class NodeConfig:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
         if self.role not in ("prefill", "decode", "mixed"):
             raise ValueError(f"role={self.role!r} must be prefill, decode or mixed")
+        if self.provider not in PROVIDERS:
+            raise ValueError(f"provider={self.provider!r} must be one of {', '.join(PROVIDERS)}")
+        if not self.id:
+            raise ValueError("id='' must not be empty")
+        _check_port(http_port=self.http_port, fabric_port=self.fabric_port)
         _at_least(1, max_requests=self.max_requests)
 
     @property
@@ -138,7 +152,7 @@ class ServeConfig:
 
     nodes: tuple[NodeConfig, ...]
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: int = DEFAULT_PORT
 
     def __post_init__(self) -> None:
         roles = {node.role for node in self.nodes}
@@ -146,6 +160,10 @@ class ServeConfig:
             raise ValueError("nodes: at least one decode or mixed node is needed")
         if "decode" in roles and "prefill" not in roles:
             raise ValueError("nodes: decode nodes need at least one prefill node")
+        ids = [node.id for node in self.nodes]
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"id: {max(ids, key=ids.count)!r} names more than one node")
+        _check_port(port=self.port)
         self._check_pairs()
 
     def _check_pairs(self) -> None:
@@ -164,15 +182,30 @@ class ServeConfig:
                     )
 
 
+def parse_numbers(text: str, option: str) -> tuple[int, ...]:
+    """`64,256` as numbers. Raises ValueError naming the option."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{option}={text!r}: expected numbers such as 64,256") from None
+
+
 def parse_cpus(text: str) -> tuple[int, ...]:
     """CPU numbers from `0`, `0+2` or `0-3`."""
     cpus: list[int] = []
     for part in text.split("+"):
         first, _, last = part.partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
+        last = last or first
+        if not _is_number(first) or not _is_number(last) or int(first) > int(last):
             raise ValueError(f"cpus={text!r}: expected numbers such as 0, 0+2 or 0-3")
-        cpus.extend(range(int(first), int(last or first) + 1))
+        if int(last) >= MAX_CPUS:
+            raise ValueError(f"cpus={text!r}: CPU numbers are below {MAX_CPUS}")
+        cpus.extend(range(int(first), int(last) + 1))
     return tuple(cpus)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
 
 
 def parse_node(text: str, base: NodeConfig) -> NodeConfig:
@@ -194,7 +227,7 @@ def parse_node(text: str, base: NodeConfig) -> NodeConfig:
             raise ValueError(
                 f"{item!r}: expected tp=, dp=, cpus=, pages=, page_size=, http_port=, fabric_port="
             )
-        if not value.isdigit():
+        if not _is_number(value):
             raise ValueError(f"{key}={value!r}: expected a whole number")
         target[key] = int(value)
     return replace(
@@ -233,8 +266,13 @@ def decode_node(values: Any) -> NodeConfig:
     return msgspec.convert(values, NodeConfig, dec_hook=path)
 
 
-def serve_from_toml(path: Path, base: NodeConfig) -> ServeConfig:
-    """A deployment from a TOML file with `port`, `host` and `[[node]]` tables."""
+def serve_from_toml(
+    path: Path, base: NodeConfig, host: str | None = None, port: int | None = None
+) -> ServeConfig:
+    """A deployment from a TOML file with `port`, `host` and `[[node]]` tables.
+
+    `host` and `port`, where given, stand above the file's. Raises ValueError naming what is wrong.
+    """
     try:
         document = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -245,7 +283,8 @@ def serve_from_toml(path: Path, base: NodeConfig) -> ServeConfig:
     unknown = sorted(set(document) - {"host", "port"})
     if unknown:
         raise ValueError(f"{path}: {unknown[0]}: unknown; expected host, port and [[node]] tables")
-    host, port = document.get("host", base.host), document.get("port", 8000)
+    host = document.get("host", base.host) if host is None else host
+    port = document.get("port", DEFAULT_PORT) if port is None else port
     if not isinstance(host, str) or not isinstance(port, int) or not 0 <= port <= 65535:
         raise ValueError(f"{path}: host={host!r}, port={port!r}: expected a name and 0..65535")
     try:

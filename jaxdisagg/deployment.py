@@ -201,7 +201,13 @@ def _health_problem(url: str) -> str | None:
         answer = httpx.get(f"{url}/health", timeout=5.0)
     except httpx.HTTPError as error:
         return str(error)
-    return None if answer.status_code == 200 else answer.text
+    if answer.status_code == 200:
+        return None
+    try:
+        body = answer.json()
+        return str(body.get("missing") or body)
+    except ValueError:
+        return answer.text
 
 
 class _RouterThread:

@@ -4,10 +4,16 @@ from typing import Self
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from jaxdisagg.config import ServeConfig
 from jaxdisagg.deployment import Deployment, DeploymentError, NodeProcess
+
+
+def print_error(console: Console, why: str) -> None:
+    """Show an error as it is: brackets in a path are no markup."""
+    console.print("[red]error:[/red] " + escape(why), highlight=False)
 
 
 class StartProgress:
@@ -15,9 +21,9 @@ class StartProgress:
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
-            TextColumn("{task.fields[what]}"),
+            TextColumn("{task.fields[what]}", markup=False),
             TimeElapsedColumn(),
             console=console,
         )
@@ -51,6 +57,6 @@ def start_or_exit(config: ServeConfig, console: Console) -> Deployment:
         try:
             deployment.start()
         except (DeploymentError, ValueError) as error:
-            console.print(f"[red]error:[/red] {error}", highlight=False)
+            print_error(console, str(error))
             raise typer.Exit(2) from None
     return deployment

@@ -57,7 +57,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file; ValueError naming the file when it is something else."""
     try:
         value = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{file}: expected a JSON object, got {type(value).__name__}")

@@ -19,22 +19,15 @@ from rich.progress import Progress
 from rich.table import Table
 
 from jaxdisagg.bench.report import environment, write_json
-from jaxdisagg.config import BatchConfig, CacheConfig, NodeConfig, parse_node
+from jaxdisagg.config import BatchConfig, CacheConfig, NodeConfig, parse_node, parse_numbers
 from jaxdisagg.scheduler import DecodeRow, DecodeScheduler, PrefillJob, PrefillScheduler
+from jaxdisagg.start_progress import print_error
 
 if TYPE_CHECKING:
     from jaxdisagg.runner import ModelRunner
 
 console = Console()
 CALLS_IN_CHAIN = 64
-
-
-def numbers(text: str, option: str) -> tuple[int, ...]:
-    """`64,256` as numbers. Raises ValueError naming the option."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"{option}={text!r}: expected numbers such as 64,256") from None
 
 
 def median_ci(values: list[float]) -> tuple[float, float, float]:
@@ -234,16 +227,18 @@ def main(
     lengths: Annotated[str, typer.Option(help="tokens already in the cache")] = "0,512",
     dtype: str = "float32",
     page_size: int = 16,
-    repeats: int = 20,
+    repeats: Annotated[int, typer.Option(min=1)] = 20,
     rules: Annotated[Path | None, typer.Option(help="sharding rules, TOML")] = None,
     json: Annotated[Path | None, typer.Option(help="write the rows here")] = None,
 ) -> None:
     """Time prefill and decode steps on each mesh, prefill with the trigger on and off."""
     try:
+        if json is not None and not json.parent.is_dir():
+            raise ValueError(f"--json: no folder {json.parent}")
         sizes, rows_, contexts = (
-            numbers(chunks, "chunks"),
-            numbers(batch, "batch"),
-            numbers(lengths, "lengths"),
+            parse_numbers(chunks, "chunks"),
+            parse_numbers(batch, "batch"),
+            parse_numbers(lengths, "lengths"),
         )
         longest = max(contexts) + max(sizes)
         pages = (max(rows_) + 1) * -(-longest // page_size) + 1
@@ -270,7 +265,7 @@ def main(
                     if row is not None:
                         found.append(row)
     except (ValueError, FileNotFoundError) as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False)
+        print_error(console, str(error))
         raise typer.Exit(2) from None
     console.print(table_of(found))
     if json is not None:

@@ -238,9 +238,9 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 def main(
     provider: Annotated[str, typer.Option(help="auto, tcp, net, tcp;ofi_rxm, efa, verbs")] = "auto",
     pages: Annotated[str, typer.Option(help="page sizes in KiB")] = "4,16,64,256,1024",
-    megabytes: Annotated[int, typer.Option(help="MiB moved in each measurement")] = 512,
-    buffer: Annotated[int, typer.Option(help="MiB of each side's buffer")] = 256,
-    rounds: Annotated[int, typer.Option(help="rounds of each page size")] = 7,
+    megabytes: Annotated[int, typer.Option(min=1, help="MiB moved in each measurement")] = 512,
+    buffer: Annotated[int, typer.Option(min=1, help="MiB of each side's buffer")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="rounds of each page size")] = 7,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
 ) -> None:
     """Measure transfers over page sizes beside raw TCP and memcpy."""
@@ -250,6 +250,10 @@ def main(
         raise typer.BadParameter(f"--pages: {pages!r} are no numbers of KiB") from None
     if min(sizes) < 1024 or max(sizes) > min(1 << 20, buffer << 20):
         raise typer.BadParameter("--pages: 1 to 1024 KiB, and at most the buffer")
+    if provider == "loopback":
+        raise typer.BadParameter("--provider: loopback stays within one process")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise typer.BadParameter(f"--json: no folder {json_file.parent}")
     pin(0)
     console = Console()
     rows = []

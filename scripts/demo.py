@@ -22,7 +22,7 @@ from serve import default_cpus
 
 from jaxdisagg.config import NodeConfig, ServeConfig, parse_node
 from jaxdisagg.deployment import Deployment
-from jaxdisagg.start_progress import start_or_exit
+from jaxdisagg.start_progress import print_error, start_or_exit
 
 console = Console()
 QUESTION = "What is the capital of France?"
@@ -42,7 +42,7 @@ class Answer:
 
 def fail(why: str) -> NoReturn:
     """End the demo with a message."""
-    console.print(f"[red]error:[/red] {why}", highlight=False)
+    print_error(console, why)
     raise typer.Exit(1)
 
 
@@ -146,11 +146,11 @@ def main(
         )
         whole = ServeConfig(nodes=(parse_node(f"tp={tp}", replace(base, id="mixed-0")),), port=0)
     except ValueError as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False)
+        print_error(console, str(error))
         raise typer.Exit(2) from None
     console.rule("prefill and decode apart")
     with start_or_exit(split, console) as deployment:
-        console.print(f"[bold]{question}[/bold]", highlight=False)
+        console.print(question, style="bold", highlight=False, markup=False)
         answer = ask(deployment.url, question, max_tokens, show=True)
         console.print()
         decoded, prefilled = state_of(deployment, "decode"), state_of(deployment, "prefill")

@@ -11,18 +11,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from jaxdisagg.config import BatchConfig, NodeConfig, ServeConfig, parse_node, serve_from_toml
+from jaxdisagg.config import (
+    DEFAULT_PORT,
+    BatchConfig,
+    NodeConfig,
+    ServeConfig,
+    parse_node,
+    parse_numbers,
+    serve_from_toml,
+)
 from jaxdisagg.deployment import Deployment
-from jaxdisagg.start_progress import start_or_exit
+from jaxdisagg.start_progress import print_error, start_or_exit
 
 console = Console(stderr=True)
-
-
-def _numbers(text: str, option: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"{option}={text!r}: expected numbers such as 64,256") from None
 
 
 def default_cpus(nodes: int) -> list[str]:
@@ -37,7 +38,7 @@ def default_cpus(nodes: int) -> list[str]:
 
 
 def make_config(
-    base: NodeConfig, prefill: list[str], decode: list[str], mixed: list[str], host: str, port: int
+    base: NodeConfig, prefill: list[str], decode: list[str], mixed: list[str], port: int
 ) -> ServeConfig:
     """The deployment that the options describe. Raises ValueError naming what is wrong."""
     if not (prefill or decode or mixed):
@@ -47,7 +48,7 @@ def make_config(
         for role, texts in (("prefill", prefill), ("decode", decode), ("mixed", mixed))
         for i, text in enumerate(texts)
     ]
-    return ServeConfig(nodes=tuple(nodes), host=host, port=port)
+    return ServeConfig(nodes=tuple(nodes), host=base.host, port=port)
 
 
 def main(
@@ -55,9 +56,9 @@ def main(
     prefill: Annotated[list[str], typer.Option(help="a prefill node: tp=1,cpus=0")] = [],  # noqa: B006
     decode: Annotated[list[str], typer.Option(help="a decode node: tp=1,cpus=1")] = [],  # noqa: B006
     mixed: Annotated[list[str], typer.Option(help="a node that does both: tp=1")] = [],  # noqa: B006
-    config: Annotated[Path | None, typer.Option(help="TOML file with [[node]] tables")] = None,
-    host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: a free one")] = 8000,
+    config: Annotated[Path | None, typer.Option(help="a TOML file with the nodes instead")] = None,
+    host: Annotated[str | None, typer.Option(help="127.0.0.1 if not said")] = None,
+    port: Annotated[int | None, typer.Option(help="8000 if not said; 0: a free one")] = None,
     dtype: str = "float32",
     page_size: int = 16,
     pages: Annotated[int, typer.Option(help="cache pages of each dp rank")] = 513,
@@ -69,20 +70,23 @@ def main(
     log_level: str = "WARNING",
 ) -> None:
     """Serve a model over the OpenAI API; without node options, one prefill and one decode node."""
-    os.environ["JAXDISAGG_LOG"] = log_level
-    logging.basicConfig(level=log_level)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every heartbeat
     try:
+        if log_level not in logging.getLevelNamesMapping():
+            known = ", ".join(logging.getLevelNamesMapping())
+            raise ValueError(f"log-level={log_level!r} must be one of {known}")
+        os.environ["JAXDISAGG_LOG"] = log_level
+        logging.basicConfig(level=log_level)
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every heartbeat
         base = NodeConfig(
             role="mixed",
             model=model,
             dtype=dtype,
             batch=BatchConfig(
-                chunks=_numbers(chunks, "chunks"),
-                decode_rows=_numbers(batch, "batch"),
+                chunks=parse_numbers(chunks, "chunks"),
+                decode_rows=parse_numbers(batch, "batch"),
                 max_model_len=max_model_len,
             ),
-            host=host,
+            host=host or "127.0.0.1",
             provider=provider,
             rules=rules,
         )
@@ -90,12 +94,12 @@ def main(
             raise ValueError("--config describes the nodes: use it without --prefill, ...")
         base = replace(base, cache=replace(base.cache, page_size=page_size, pages=pages))
         serve = (
-            serve_from_toml(config, base)
+            serve_from_toml(config, base, host, port)
             if config is not None
-            else make_config(base, prefill, decode, mixed, host, port)
+            else make_config(base, prefill, decode, mixed, DEFAULT_PORT if port is None else port)
         )
     except (ValueError, OSError) as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False)
+        print_error(console, str(error))
         raise typer.Exit(2) from None
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     try:

@@ -22,7 +22,7 @@ BASE = NodeConfig(role="decode", model=Path("m"))
 
 def apart(**decode) -> ServeConfig:
     return ServeConfig(
-        nodes=(replace(BASE, role="prefill", id="p"), replace(BASE, id="d", **decode))
+        nodes=(replace(BASE, role="prefill", id="p"), replace(BASE, **{"id": "d"} | decode))
     )
 
 
@@ -43,6 +43,10 @@ def test_a_node_from_the_command_line():
         ("tp", "'tp': expected tp=, dp="),
         ("cpus=a", "cpus='a': expected numbers"),
         ("cpus=1-x", "cpus='1-x': expected numbers"),
+        ("cpus=3-1", "cpus='3-1': expected numbers"),
+        ("cpus=0-999999999999", "CPU numbers are below 4096"),
+        ("tp=²", "tp='²': expected a whole number"),
+        ("http_port=99999", r"http_port=99999 must be in 0\.\.65535"),
         ("pages=1", "pages=1 must be at least 2"),
     ],
 )
@@ -68,6 +72,10 @@ def test_cpu_lists():
         (lambda: ServeConfig(nodes=()), "at least one decode or mixed node"),
         (lambda: apart(mesh=MeshConfig(tp=2)), "tp: 1 at p, 2 at d"),
         (lambda: apart(cache=CacheConfig(page_size=32)), "page_size: 16 at p, 32 at d"),
+        (lambda: apart(id="p"), "'p' names more than one node"),
+        (lambda: replace(BASE, id=""), "id='' must not be empty"),
+        (lambda: replace(BASE, provider="loopback"), "provider='loopback' must be one of auto"),
+        (lambda: ServeConfig(nodes=(replace(BASE, role="mixed"),), port=-1), "port=-1 must be"),
         (lambda: apart(dtype="bfloat16"), "dtype: float32 at p, bfloat16 at d"),
     ],
 )
