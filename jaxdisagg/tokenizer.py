@@ -10,7 +10,6 @@ import tokenizers
 
 from jaxdisagg.chat_template import ChatTemplate, load_template
 
-NEVER_IN_UTF8 = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
 BYTE_FALLBACK_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -52,6 +51,8 @@ class Tokenizer:
         kinds = [part["type"] for part in _parts(settings, "decoder", "decoders")]
         self._bytes_per_token = _bytes_per_token(backend, settings)
         self._composes = settings["normalizer"] is not None
+        vocabulary = backend.get_vocab(with_added_tokens=False)
+        self._without_token = bytes(b for c, b in self._chars.items() if c not in vocabulary)
         if "ByteLevel" in kinds:
             self._to_bytes = self._byte_level
         elif "ByteFallback" in kinds:
@@ -96,7 +97,7 @@ class Tokenizer:
         """
         # Composing characters makes a text shorter, but leaves ASCII alone.
         if most is not None and self._bytes_per_token and (text.isascii() or not self._composes):
-            size = len(text.encode())
+            size = len(text.encode().translate(None, self._without_token))
             least = -(-size // self._bytes_per_token)
             if least > most:
                 raise TooManyTokens(f"{size} bytes, which are at least {least} tokens,")
@@ -173,23 +174,22 @@ def _parts(settings: Mapping[str, Any], name: str, plural: str) -> list[Mapping[
 def _bytes_per_token(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> int | None:
     """The most bytes of (composed) text that one token can stand for; None if there is no bound.
 
-    There is one where nothing on the way from a text to its tokens leaves any of it out.
+    There is one where nothing on the way from a text to its tokens leaves any of it out, but for
+    bytes that have no token.
     """
     normalizers = _parts(settings, "normalizer", "normalizers")
     splits = _parts(settings, "pre_tokenizer", "pretokenizers")
     added = settings["added_tokens"]
-    vocabulary = backend.get_vocab(with_added_tokens=False)
-    in_utf8 = (char for char, byte in _byte_chars().items() if byte not in NEVER_IN_UTF8)
     whole = (
         all(part["type"] == "NFC" for part in normalizers)
         and any(part["type"] == "ByteLevel" for part in splits)
         and all(part["type"] in ("ByteLevel", "Digits", "Split") for part in splits)
         and all(part.get("behavior") != "Removed" for part in splits)
         and not any(token["lstrip"] or token["rstrip"] for token in added)
-        and all(char in vocabulary for char in in_utf8)
     )
     if not whole:
         return None
+    vocabulary = backend.get_vocab(with_added_tokens=False)
     return max(*map(len, vocabulary), *(len(token["content"].encode()) for token in added), 1)
 
 

@@ -110,6 +110,15 @@ def test_a_text_that_loses_characters_is_not_refused_by_its_length(
             tokenizer.encode("a" * 1000, most=5)
 
 
+def test_bytes_without_a_token_do_not_count(tiny_folder):
+    settings = json.loads((tiny_folder / "tokenizer.json").read_text())
+    del settings["model"]["vocab"]["Ā"]  # the byte 0
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(settings)))
+    assert tokenizer.encode("a" + "\0" * 1000, most=1) == [97]
+    with pytest.raises(TooManyTokens, match="13 bytes"):
+        tokenizer.encode("\0" * 1000 + "a" * 13, most=1)
+
+
 def test_truncation_and_padding_in_the_file_are_not_applied(tiny_folder):
     def change(backend: tokenizers.Tokenizer) -> None:
         backend.enable_truncation(3)
@@ -224,5 +233,7 @@ def test_real_model_tokenizer(smollm2_folder):
         *[1, 9690, 198],
         *[198, 1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198],
     ]
+    with pytest.raises(TooManyTokens, match="243 bytes, which are at least 3 tokens"):
+        tokenizer.encode("a" * 243, most=2)
     for text in ("1234 + 5", "漢字 🙂 naïve", "  two\n\nlines"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
