@@ -31,7 +31,7 @@ struct EngineOptions {
   uint16_t control_port = 0;
   std::vector<std::string> domains;  // empty: one, the provider's first
   int spin_us = 50;
-  uint64_t bytes_in_flight = 16 << 20;
+  uint64_t bytes_in_flight = 0;  // 0: what suits the provider
   uint32_t posts_in_flight = 128;
   int heartbeat_ms = 250;
   int peer_timeout_ms = 5000;

@@ -47,7 +47,7 @@ UNIT = PageUnit(1024, 0, 1024, 0, 1024)
         ({"bind": "localhost"}, "bind: 'localhost' is not an IPv4 address"),
         ({"control_port": 65536}, "control_port: 65536"),
         ({"slot_bits": 21}, "slot_bits: 21"),
-        ({"bytes_in_flight": 0}, "bytes_in_flight: 0"),
+        ({"bytes_in_flight": -1}, "bytes_in_flight: -1"),
         ({"posts_in_flight": 0}, "posts_in_flight: 0"),
         ({"peer_timeout_ms": 250}, "peer_timeout_ms: 250 must exceed"),
         ({"spin_us": -1}, "spin_us: -1"),
