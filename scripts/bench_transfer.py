@@ -254,6 +254,7 @@ def main(
         raise typer.BadParameter("--provider: loopback stays within one process")
     if json_file is not None and not json_file.parent.is_dir():
         raise typer.BadParameter(f"--json: no folder {json_file.parent}")
+    where = environment()  # before the pin, which would count one core
     pin(0)
     console = Console()
     rows = []
@@ -274,7 +275,7 @@ def main(
         raise typer.Exit(2) from None
     console.print(table_of(rows))
     if json_file is not None:
-        write_json(json_file, environment(), rows)
+        write_json(json_file, where, rows)
 
 
 if __name__ == "__main__":

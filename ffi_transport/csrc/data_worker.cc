@@ -102,7 +102,7 @@ void DataWorker::drop_link(int64_t peer) {
 
 void DataWorker::break_link(int64_t peer, const std::string& reason) {
   // Which writes of a broken connection landed is unknown, and the next one would fail for no
-  // fault of its own (findings-fabric.md): so the link as a whole is fenced, at once.
+  // fault of its own (seen with every TCP provider): so the link as a whole is fenced, at once.
   const auto it = std::find_if(links_.begin(), links_.end(),
                                [&](const auto& link) { return link->peer == peer; });
   if (it == links_.end()) return;

@@ -115,7 +115,9 @@ def alive(pid: int) -> bool:
     return status != "Z"
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_ending_it_leaves_no_process(serving_folder, how):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -8,7 +8,7 @@ import pytest
 from nodes import CHUNK, PAGE, Pair, generate_all, timing_of, wait_until
 
 from jaxdisagg.api import GenerationRequest, RequestError, SamplingParams
-from jaxdisagg.config import CacheConfig
+from jaxdisagg.config import BatchConfig, CacheConfig
 from jaxdisagg.transfer_plan import pages_for
 
 LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 1)
@@ -124,7 +124,8 @@ def test_clients_that_leave_at_any_moment_lose_no_page(pair):
 
 def test_a_layer_is_posted_before_the_last_layer_has_run(golden_folder):
     """By recorded order: the engine notes every trigger and every post as it happens."""
-    with Pair(golden_folder("qwen3_deep"), trace=True) as pair:
+    few = BatchConfig(chunks=(CHUNK,), decode_rows=(2,), max_model_len=128)
+    with Pair(golden_folder("qwen3_deep"), trace=True, batch=few) as pair:
         generate_all(pair.decode.node, [prompt(60, i) for i in range(6)], 1, prefix="order")
         pair.idle()
         trace = pair.prefill.engine.trace()
