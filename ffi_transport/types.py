@@ -32,9 +32,10 @@ class EngineConfig:
     reach it. `control_port` is where peers say HELLO; 0 takes a free one. `domains` names the NICs
     to spread writes over; () is the provider's first. `spin_us` is how long a thread looks for work
     before it sleeps. `bytes_in_flight` and `posts_in_flight` bound the writes on their way to one
-    peer; 0 bytes is what suits the provider (16 MiB, over TCP 768 KiB). `peer_timeout_ms` of silence is a lost peer. `slot_bits` of the 32-bit immediate number
-    the counters. `libfabric_path` is a library to load instead of the system's (or of the one that
-    the environment variable JAXDISAGG_LIBFABRIC names). `trace` records triggers, posts and
+    peer; 0 bytes is what suits the provider (16 MiB, over TCP 768 KiB). `peer_timeout_ms` of
+    silence is a lost peer. `slot_bits` of the 32-bit immediate number the counters.
+    `libfabric_path` is a library to load instead of the system's (or of the one that the
+    environment variable JAXDISAGG_LIBFABRIC names). `trace` records triggers, posts and
     completions.
     """
 
