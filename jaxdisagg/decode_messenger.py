@@ -1,7 +1,8 @@
 """The KV messenger of a decode node: finds prefill nodes, sends PREFILLs, counts, cancels.
 
-A request that awaits its prefill holds one lease: pages, an immediate slot and a context buffer.
-They are released together, on the exact count, on a drained terminal message or after a hard fence.
+A request holds one lease: pages, an immediate slot and a context buffer. They go back together,
+when the request has ended and nothing can write them any more: after the exact count, on a drained
+terminal message or after a hard fence.
 """
 
 import functools
