@@ -221,7 +221,8 @@ class PrefillNode(StepLoop):
                 request.started = request.started or now
                 if chunk.last:
                     contexts[request.id] = request.context
-                    request.life.advance(PrefillState.DRAINING)
+                    if request.ended_by is None:  # a refused plan has ended it already
+                        request.life.advance(PrefillState.DRAINING)
             self._in_flight.append(self.runner.prefill(step, contexts))
             moved = self.runner.cache.check_addresses()
             if moved is not None:

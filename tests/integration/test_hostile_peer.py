@@ -7,6 +7,7 @@ from nodes import Pair, engine_for, generate_all, wait_until
 
 from ffi_transport.types import MessageReceived
 from jaxdisagg import messages
+from jaxdisagg.api import RequestError
 from jaxdisagg.messages import Cancel, CancelAck, ContextBuffers, Failed, Prefill, Region, encode
 
 PROMPT = list(range(60))
@@ -181,4 +182,22 @@ def test_a_deadline_that_passed_is_told_with_what_was_done(pair):
         assert isinstance(answer, Failed)
         assert answer.code == "deadline"
         assert "of 59 tokens prefilled" in answer.reason
+    serves(pair)
+
+
+@pytest.mark.parametrize("length", [60, 150])
+def test_a_plan_that_is_refused_fails_its_requests_alone(pair, monkeypatch, length):
+    """With one chunk, and in the first of several."""
+    refuse = [True]
+    original = pair.prefill.engine.add_plan
+
+    def add_plan(*arguments):
+        if refuse.pop() if refuse else False:
+            raise ValueError("a page leaves its region")
+        return original(*arguments)
+
+    monkeypatch.setattr(pair.prefill.engine, "add_plan", add_plan)
+    with pytest.raises(RequestError, match="a page leaves its region") as caught:
+        generate_all(pair.decode.node, [list(range(length))], 3)
+    assert caught.value.status == 502
     serves(pair)
