@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hlo_guard import check_in_place, count
-from nodes import node_config
+from nodes import node_config, wait_until
 from repository import load_script
 from serving_model import CONFIG
 
@@ -120,12 +120,15 @@ def test_caches_and_weights_stay_where_they_are(runner, program):
 def test_one_call_per_device_and_layer_in_order(runner):
     with TransferEngine(EngineConfig(provider="loopback", trace=True)) as engine:
         runner.programs._trigger = make_trigger(engine.index)
+        layers = len(runner.cache.layers) + 1
         runner.warm_up()
-        before = len(engine.trace())
+        before = 8 * layers
+        wait_until(lambda: len(engine.trace()) == before, "the triggers of the warm-up")
         for _ in range(5):
             run_prefill(runner).wait()
+        # The engine's thread records them, a moment after the step has run.
+        wait_until(lambda: len(engine.trace()) >= 6 * before, "the triggers of five steps")
         fired = engine.trace()[before:]
-    layers = len(runner.cache.layers) + 1
     for number in range(1, 6):
         for ordinal in range(8):
             mine = fired[(fired["step"] == number) & (fired["ordinal"] == ordinal)]
