@@ -8,7 +8,7 @@ import pytest
 from nodes import CHUNK, PAGE, Pair, generate_all, timing_of, wait_until
 
 from jaxdisagg.api import GenerationRequest, RequestError, SamplingParams
-from jaxdisagg.config import BatchConfig, CacheConfig
+from jaxdisagg.config import BatchConfig, CacheConfig, Timeouts
 from jaxdisagg.transfer_plan import pages_for
 
 LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 1)
@@ -153,6 +153,7 @@ def test_a_prompt_of_one_token_needs_no_prefill_node(pair):
     assert pair.prefill.node.state()["outcomes"] == before
 
 
+@pytest.mark.slow
 def test_a_queue_longer_than_the_pools_is_served(golden_folder):
     small = {"cache": CacheConfig(page_size=PAGE, pages=24)}
     with Pair(golden_folder("qwen3_untied"), prefill=small, decode=small) as pair:
@@ -208,8 +209,10 @@ def test_a_write_that_comes_twice_fails_its_request_and_fences_the_writer(golden
 
 
 def test_nodes_that_do_not_fit_refuse_each_other_by_field(golden_folder):
+    few = BatchConfig(chunks=(16,), decode_rows=(2,), max_model_len=32)
     decode = {"cache": CacheConfig(page_size=32, pages=64)}
-    with Pair(golden_folder("qwen3_untied"), decode=decode, connected=False) as pair:
+    both = {"batch": few, "timeouts": Timeouts(connect=1.0), "connected": False}
+    with Pair(golden_folder("qwen3_untied"), decode=decode, **both) as pair:
         wait_until(
             lambda: "refused" in (pair.decode.messenger.unavailable() or ""), "it was refused"
         )

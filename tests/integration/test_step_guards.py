@@ -36,9 +36,13 @@ MODEL = CONFIG | {
 }
 TOKENS = 40
 MESHES = [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2)]
-# Every mesh and both dtypes; the whole product runs in the long matrix.
-SHORT = {(1, 1, "float32"), (1, 1, "bfloat16"), (2, 1, "bfloat16"), (4, 1, "float32"),
-         (8, 1, "bfloat16"), (2, 2, "float32")}  # fmt: skip
+# Some of each; the whole product runs in the long matrix.
+SHORT = {
+    (1, 1, "float32"),
+    (2, 1, "bfloat16"),
+    (4, 1, "float32"),
+    (2, 2, "bfloat16"),
+}
 
 
 @pytest.fixture(scope="module")

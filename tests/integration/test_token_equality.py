@@ -49,6 +49,7 @@ def test_random_qwen3(random_model, at_once):
     pair.idle()
 
 
+@pytest.mark.slow
 def test_dp_two_on_both_sides(golden_folder):
     folder = golden_folder("qwen3_serving")
     golden = golden_serving.load("qwen3_serving", folder)
