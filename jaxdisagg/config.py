@@ -32,14 +32,22 @@ def _check_port(**ports: int) -> None:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices of one node: dp replicas of tp ranks; `cpus` pins the process (empty: not pinned)."""
+    """Devices of one node: dp replicas of tp ranks; `cpus` pins the process (empty: not pinned).
+
+    `ep` adds no devices: experts are cut over `dp`, over `tp` or over all of them, that many parts.
+    """
 
     tp: int = 1
     dp: int = 1
+    ep: int = 1
     cpus: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _at_least(1, tp=self.tp, dp=self.dp)
+        _at_least(1, tp=self.tp, dp=self.dp, ep=self.ep)
+        if self.ep not in (1, self.dp, self.tp, self.devices):
+            raise ValueError(
+                f"ep={self.ep} must be 1, dp={self.dp}, tp={self.tp} or dp*tp={self.devices}"
+            )
         _at_least(0, **{f"cpus[{i}]": cpu for i, cpu in enumerate(self.cpus)})
 
     @property
@@ -110,7 +118,11 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """One node process. `http_port` and `fabric_port` 0 take a free port."""
+    """One node process. `http_port` and `fabric_port` 0 take a free port.
+
+    `mtp` loads the model's multi-token-prediction module, which drafts tokens for the decode steps
+    to check; both sides of a pair must agree on it.
+    """
 
     role: Role
     model: Path
@@ -127,6 +139,7 @@ class NodeConfig:
     router: str | None = None
     max_requests: int = 256
     rules: Path | None = None
+    mtp: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -174,6 +187,7 @@ class ServeConfig:
                 ("tp", apart[0].mesh.tp, node.mesh.tp),
                 ("page_size", apart[0].cache.page_size, node.cache.page_size),
                 ("dtype", apart[0].dtype, node.dtype),
+                ("mtp", apart[0].mtp, node.mtp),
             ):
                 if one != other:
                     raise ValueError(
@@ -220,12 +234,13 @@ def parse_node(text: str, base: NodeConfig) -> NodeConfig:
             mesh["cpus"] = parse_cpus(value)
             continue
         target = {
-            "tp": mesh, "dp": mesh, "pages": cache, "page_size": cache, "fabric_port": node,
-            "http_port": node,
+            "tp": mesh, "dp": mesh, "ep": mesh, "pages": cache, "page_size": cache,
+            "fabric_port": node, "http_port": node,
         }.get(key)  # fmt: skip
         if target is None or not eq:
             raise ValueError(
-                f"{item!r}: expected tp=, dp=, cpus=, pages=, page_size=, http_port=, fabric_port="
+                f"{item!r}: expected tp=, dp=, ep=, cpus=, pages=, page_size=, http_port=, "
+                "fabric_port="
             )
         if not _is_number(value):
             raise ValueError(f"{key}={value!r}: expected a whole number")

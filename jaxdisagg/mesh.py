@@ -23,6 +23,25 @@ def split_tp(tp: int, kv_heads: int) -> tuple[int, int]:
     return kv, tp // kv
 
 
+def expert_axes(*, tp: int, dp: int, ep: int) -> dict[str, list[str]]:
+    """Sharding rules of the experts for a degree `ep`, which adds no devices.
+
+    1: every expert on every dp rank, cut inside over tp. dp: experts over dp, each cut inside over
+    tp. tp: experts over tp, whole, a copy on every dp rank. dp*tp: experts over all devices, whole.
+    Where dp equals tp, `ep` means dp; a rule file can say otherwise.
+    """
+    inside = ["kv", "rep"]
+    if ep == 1:
+        return {"experts": [], "expert_ffn": inside}
+    if ep == dp * tp:
+        return {"experts": ["dp", *inside], "expert_ffn": []}
+    if ep == dp:
+        return {"experts": ["dp"], "expert_ffn": inside}
+    if ep == tp:
+        return {"experts": inside, "expert_ffn": []}
+    raise ValueError(f"ep={ep} must be 1, dp={dp}, tp={tp} or dp*tp={dp * tp}")
+
+
 def make_mesh(
     *, tp: int, dp: int, kv_heads: int, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:

@@ -115,11 +115,12 @@ def call_hook(
     *,
     mesh: Mesh,
     rules: ShardingRules,
+    cache_axes: tuple[str, ...] = CACHE_AXES,
 ) -> jax.Array:
     """x [dp*T, D] through `hook(*operands, x, cache, layer)` on local shards; x without a hook."""
     if hook is None:
         return x
-    tokens, pages = rules.spec("batch"), rules.spec(*CACHE_AXES)
+    tokens, pages = rules.spec("batch"), rules.spec(*cache_axes)
     run = jax.shard_map(
         lambda *args: hook(*args, layer),
         mesh=mesh,

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
-from models.interface import ModelConfig, Params, ParamSpec
+from models.interface import HFSource, ModelConfig, Params, ParamSpec
 from models.registry import family_of, read_json_object
 from models.sharding import ShardingRules
 
@@ -54,9 +54,7 @@ def load_params(path: str | Path, config: ModelConfig, mesh: Mesh, rules: Shardi
     stored = list_tensors(folder)
     ignored = {name for name in stored if family.ignores_tensor(config, name)}
     _check(folder, specs, {n: t for n, t in stored.items() if n not in ignored})
-    return {
-        name: _load(stored[spec.source.name], spec, mesh, rules) for name, spec in specs.items()
-    }
+    return {name: _load(stored, spec, mesh, rules) for name, spec in specs.items()}
 
 
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -122,7 +120,7 @@ def _check(
     folder: Path, specs: Mapping[str, ParamSpec], stored: Mapping[str, StoredTensor]
 ) -> None:
     """Raise one ValueError that lists everything in which the files differ from the model."""
-    expected = {spec.source.name: spec.source.shape for spec in specs.values()}
+    expected = {s.name: s.shape for spec in specs.values() for s in spec.sources}
     problems = [f"missing: {n} {list(shape)}" for n, shape in expected.items() if n not in stored]
     for name, tensor in stored.items():
         if name not in expected:
@@ -140,13 +138,30 @@ def _check(
         )
 
 
-def _load(tensor: StoredTensor, spec: ParamSpec, mesh: Mesh, rules: ShardingRules) -> jax.Array:
+def _view(tensor: StoredTensor, source: HFSource) -> np.ndarray:
+    """The part of a stored tensor that a parameter is made of, in the parameter's order."""
+    view = tensor.open().reshape(source.view)
+    if source.take is not None:
+        axis, begin, end = source.take
+        view = view[(slice(None),) * axis + (slice(begin, end),)]
+    return view.transpose(source.order)
+
+
+def _load(
+    stored: Mapping[str, StoredTensor], spec: ParamSpec, mesh: Mesh, rules: ShardingRules
+) -> jax.Array:
     """One parameter; each device's slice is read, converted and put there on its own."""
-    view = tensor.open().reshape(spec.source.view).transpose(spec.source.order)
+    views = [_view(stored[source.name], source) for source in spec.sources]
 
     def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        index = index or (slice(None),) * len(spec.shape)
         # A copy in every case: jax may keep what it is given, and must not keep a mapped file.
-        part = view if index is None else view[index]
-        return np.array(part, dtype=spec.dtype, order="C", copy=True)
+        if spec.stacked:
+            parts = [view[index[1:]] for view in views[index[0]]]
+            out = np.empty((len(parts), *parts[0].shape), spec.dtype)
+            for i, part in enumerate(parts):
+                out[i] = part
+            return out
+        return np.array(views[0][index], dtype=spec.dtype, order="C", copy=True)
 
     return jax.make_array_from_callback(spec.shape, rules.sharding(mesh, spec.axes), shard)

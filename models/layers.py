@@ -23,12 +23,15 @@ def declare(
     dtype: str,
     *,
     inputs: int = 0,
+    stack: int = 0,
 ) -> nnx.Param:
     """A parameter read from the Hugging Face tensor `name`.
 
     With `inputs` = n > 0 the first n dimensions are the matmul's inputs: the tensor on disk is
     [outputs, inputs], each group flattened, and is transposed once at loading, so that a step
-    multiplies `x @ w` without moving a weight. With 0 the tensor is taken as it lies.
+    multiplies `x @ w` without moving a weight. With 0 the tensor is taken as it lies. With `stack`
+    = E > 0 there are E tensors, `{}` in the name being their number, and the parameter is
+    [E, *shape]; `axes` then begins with the axis of the stack.
     """
     outputs = shape[inputs:]
     if inputs:
@@ -36,8 +39,21 @@ def declare(
         order = (*range(len(outputs), len(shape)), *range(len(outputs)))
     else:
         on_disk, order = shape, tuple(range(len(shape)))
-    source = HFSource(name, on_disk, (*outputs, *shape[:inputs]), order)
-    return nnx.Param(jnp.zeros(shape, dtype), axes=axes, source=source)
+    names = [name.format(i) for i in range(stack)] if stack else [name]
+    sources = [HFSource(n, on_disk, (*outputs, *shape[:inputs]), order) for n in names]
+    full = (stack, *shape) if stack else shape
+    return parameter(full, axes, dtype, *sources, stacked=bool(stack))
+
+
+def parameter(
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    dtype: str,
+    *sources: HFSource,
+    stacked: bool = False,
+) -> nnx.Param:
+    """A parameter whose sources `declare` cannot say, such as a part of a tensor."""
+    return nnx.Param(jnp.zeros(shape, dtype), axes=axes, sources=sources, stacked=stacked)
 
 
 def abstract_params(build: Callable[[], nnx.Module]) -> dict[str, ParamSpec]:
@@ -47,7 +63,7 @@ def abstract_params(build: Callable[[], nnx.Module]) -> dict[str, ParamSpec]:
     for path, variable in nnx.to_flat_state(state):
         value, meta = variable.get_value(), variable.get_metadata()
         specs[".".join(map(str, path))] = ParamSpec(
-            tuple(value.shape), str(value.dtype), meta["axes"], meta["source"]
+            tuple(value.shape), str(value.dtype), meta["axes"], meta["sources"], meta["stacked"]
         )
     return specs
 

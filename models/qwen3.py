@@ -41,6 +41,7 @@ from models.sharding import ShardingRules
 class DenseConfig(ModelConfig):
     """A dense decoder with grouped-query attention, rotary positions and a gated MLP."""
 
+    architectures: ClassVar[tuple[str, ...]]
     qk_norm: ClassVar[bool]
 
     num_heads: int
@@ -66,6 +67,7 @@ class Qwen3Config(DenseConfig):
     """Qwen3 dense: a norm over each head of q and k, before the rotation."""
 
     family = "qwen3"
+    architectures = ("Qwen3ForCausalLM",)
     qk_norm = True
 
 
@@ -73,6 +75,7 @@ class LlamaConfig(DenseConfig):
     """Llama and models of its architecture, such as SmolLM2."""
 
     family = "llama"
+    architectures = ("LlamaForCausalLM",)
     qk_norm = False
 
 
@@ -121,6 +124,7 @@ class DenseFamily:
 
     def __init__(self, config_type: type[DenseConfig]) -> None:
         self.name = config_type.family
+        self.architectures = config_type.architectures
         self.config_type = config_type
 
     def config_from_hf(self, hf: Mapping[str, Any]) -> DenseConfig:

@@ -10,10 +10,7 @@ from models.qwen3 import LLAMA, QWEN3
 FAMILIES: tuple[ModelFamily, ...] = (QWEN3, LLAMA)
 
 # Name in config.json's `architectures` -> family.
-_ARCHITECTURES: dict[str, ModelFamily] = {
-    "Qwen3ForCausalLM": QWEN3,
-    "LlamaForCausalLM": LLAMA,
-}
+_ARCHITECTURES = {name: family for family in FAMILIES for name in family.architectures}
 
 
 def family_of(config: ModelConfig) -> ModelFamily:

@@ -22,9 +22,12 @@ _DEFAULT: dict[str, tuple[str, ...]] = {
     "kv_heads": ("kv",),
     "head_dim": (),
     "ffn": ("kv", "rep"),
+    "latent": (),  # low-rank projections: every rank computes the whole latent
+    "experts": (),
+    "expert_ffn": ("kv", "rep"),
 }
 # The cache layout and the attention over it are written for these; a rule file cannot move them.
-_FIXED = ("batch", "heads", "kv_heads", "head_dim")
+_FIXED = ("batch", "heads", "kv_heads", "head_dim", "latent")
 
 
 @dataclass(frozen=True)
@@ -86,14 +89,14 @@ class ShardingRules:
             raise ValueError("mesh does not fit the model: " + "; ".join(misfits))
 
 
-def make_rules(overrides: Mapping[str, Any] | None = None) -> ShardingRules:
-    """The default table with some logical axes mapped elsewhere.
+def make_rules(*overrides: Mapping[str, Any]) -> ShardingRules:
+    """The default table with some logical axes mapped elsewhere, the last mapping winning.
 
     A value is a mesh axis, a list of them, or an empty list (replicated). Raises ValueError naming
     an unknown logical axis, an unknown or repeated mesh axis, or an axis that is fixed.
     """
     table = dict(_DEFAULT)
-    for axis, value in (overrides or {}).items():
+    for axis, value in (item for mapping in overrides for item in mapping.items()):
         if axis not in table:
             known = ", ".join(sorted(table))
             raise ValueError(f"sharding rules: unknown logical axis {axis!r} (known: {known})")
@@ -114,8 +117,10 @@ def make_rules(overrides: Mapping[str, Any] | None = None) -> ShardingRules:
     return ShardingRules(tuple(sorted(table.items())))
 
 
-def load_rules(path: str | Path) -> ShardingRules:
+def load_rules(path: str | Path, *beneath: Mapping[str, Any]) -> ShardingRules:
     """Rules from a TOML file with a table `[rules]`: `ffn = ["kv", "rep"]`, one line per axis.
+
+    What the file leaves out comes from the mappings `beneath`, then from the default table.
 
     Raises FileNotFoundError or ValueError, both naming the file.
     """
@@ -130,7 +135,7 @@ def load_rules(path: str | Path) -> ShardingRules:
     if not isinstance(rules, dict) or set(document) != {"rules"}:
         raise ValueError(f"sharding rules: {path}: expected exactly one table, [rules]")
     try:
-        return make_rules(rules)
+        return make_rules(*beneath, rules)
     except ValueError as error:
         raise ValueError(f"{error} (in {path})") from None
 

@@ -31,7 +31,8 @@ def write_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     family, parsed = load_config(folder)
-    sources = [spec.source for spec in family.abstract_params(parsed).values()]
+    specs = family.abstract_params(parsed).values()
+    sources = {source.name: source for spec in specs for source in spec.sources}.values()
     dtype = NUMPY_DTYPES[parsed.dtype]
     rng = np.random.default_rng(seed)
     tensors: dict[str, np.ndarray] = {}

@@ -105,9 +105,10 @@ def test_every_parameter_has_axes_and_an_origin(folder: Path):
     model = PagedModel(folder)
     assert model.family in FAMILIES
     specs = model.family.abstract_params(model.config)
-    assert len({spec.source.name for spec in specs.values()}) == len(specs)
+    assert len({spec.sources[0].name for spec in specs.values()}) == len(specs)
     for spec in specs.values():
         assert len(spec.axes) == len(spec.shape)
-        assert np.prod(spec.source.shape) == np.prod(spec.shape)
-        permuted = tuple(spec.source.view[i] for i in spec.source.order)
+        (source,) = spec.sources
+        assert np.prod(source.shape) == np.prod(spec.shape)
+        permuted = tuple(source.view[i] for i in source.order)
         assert permuted == spec.shape

@@ -23,8 +23,8 @@ def test_two_dimensions_on_one_mesh_axis_are_refused():
 
 
 def test_an_unknown_logical_axis_is_refused():
-    with pytest.raises(ValueError, match="no rule for logical axis 'experts'"):
-        DEFAULT_RULES.spec("experts")
+    with pytest.raises(ValueError, match="no rule for logical axis 'layers'"):
+        DEFAULT_RULES.spec("layers")
 
 
 @pytest.mark.parametrize(
