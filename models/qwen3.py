@@ -33,6 +33,7 @@ from models.layers import (
     project_to_vocabulary,
     rms_norm,
 )
+from models.quantization import read_quantization
 from models.rope import RopeConfig, rope_from_hf, rope_tables, rotate
 from models.sharding import ShardingRules
 
@@ -135,9 +136,9 @@ class DenseFamily:
                 "hidden_act": ("silu",),
                 "attention_bias": (False, None),
                 "mlp_bias": (False, None),
-                "quantization_config": (None,),
             },
         )
+        read_quantization(hf)  # refuses what loading could not undo
         hf_config.refuse_sliding_window(hf)
         heads = hf_config.integer(hf, "num_attention_heads")
         hidden = hf_config.integer(hf, "hidden_size")

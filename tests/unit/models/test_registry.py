@@ -53,7 +53,7 @@ def test_both_spellings_of_the_dtype(tmp_path: Path, field: str, written: str | 
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported .*Qwen3For"),
         ({"architectures": None}, "architectures: expected a list"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .*fp8"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*gptq"),
         ({"attention_bias": True}, "attention_bias: True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
         ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window: sliding-window"),
