@@ -48,9 +48,6 @@ def read_quantization(hf: Mapping[str, Any]) -> BlockFp8 | None:
         return None
     if not isinstance(fields, Mapping):
         raise ValueError(f"{FIELD}: expected an object, got {fields!r}")
-    for name in ("quant_method", "weight_block_size"):
-        if name not in fields:
-            raise ValueError(f"{FIELD}.{name}: missing")
     for name, value in fields.items():
         if name not in _ALLOWED:
             raise ValueError(f"{FIELD}.{name}: {value!r} is not supported (unknown field)")
@@ -58,6 +55,9 @@ def read_quantization(hf: Mapping[str, Any]) -> BlockFp8 | None:
         if allowed is not None and value not in allowed:
             shown = ", ".join(map(repr, allowed))
             raise ValueError(f"{FIELD}.{name}: {value!r} is not supported (supported: {shown})")
+    for name in ("quant_method", "weight_block_size"):
+        if name not in fields:
+            raise ValueError(f"{FIELD}.{name}: missing")
     block = fields["weight_block_size"]
     if (
         not isinstance(block, list | tuple)
