@@ -6,28 +6,41 @@ from typing import Any
 _DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "float16": "bfloat16"}
 
 
-def integer(hf: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A field that is a positive integer; ValueError naming it when it is missing or is not."""
+def integer(hf: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:
+    """A field that is an integer >= `least`; ValueError naming it when it is missing or is not."""
     value = hf.get(name)
     if value is None:
         value = default
     if value is None:
         raise ValueError(f"{name}: missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ValueError(f"{name}: expected an integer > 0, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}: expected an integer > {least - 1}, got {value!r}")
     return value
 
 
-def number(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """A field that is a positive number; ValueError naming it when it is missing or is not."""
+def number(
+    fields: Mapping[str, Any], name: str, default: float | None = None, *, zero: bool = False
+) -> float:
+    """A field that is a number > 0, or 0 where `zero` allows it; ValueError naming it otherwise."""
     value = fields.get(name)
     if value is None:
         value = default
     if value is None:
         raise ValueError(f"{name}: missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{name}: expected a number > 0, got {value!r}")
+    right = isinstance(value, int | float) and not isinstance(value, bool)
+    if not right or not (value > 0 or (zero and value == 0)):
+        raise ValueError(f"{name}: expected a number {'>=' if zero else '>'} 0, got {value!r}")
     return float(value)
+
+
+def flag(fields: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A field that is true or false; ValueError naming it when it is something else."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected true or false, got {value!r}")
+    return value
 
 
 def dtype_of(hf: Mapping[str, Any]) -> str:

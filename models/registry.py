@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from models.deepseek_v3 import DEEPSEEK_V3
 from models.interface import ModelConfig, ModelFamily
 from models.plugins import load_plugins
 from models.qwen3 import LLAMA, QWEN3
 
-FAMILIES: tuple[ModelFamily, ...] = (QWEN3, LLAMA)
+FAMILIES: tuple[ModelFamily, ...] = (QWEN3, LLAMA, DEEPSEEK_V3)
 
 
 def family_of(config: ModelConfig) -> ModelFamily:

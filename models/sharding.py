@@ -75,13 +75,13 @@ class ShardingRules:
             count *= mesh.shape[m]
         return count
 
-    def check(self, mesh: Mesh, sizes: Mapping[str, tuple[str, int]]) -> None:
+    def check(self, mesh: Mesh, *sizes: Mapping[str, tuple[str, int]]) -> None:
         """Raise ValueError naming each field whose logical axis the mesh does not divide.
 
-        `sizes` maps a logical axis to (field name, size).
+        `sizes` map a logical axis to (field name, size).
         """
         misfits = []
-        for axis, (field, size) in sizes.items():
+        for axis, (field, size) in (item for mapping in sizes for item in mapping.items()):
             shards = self.shards(mesh, axis)
             if size % shards:
                 misfits.append(f"{field} {size} does not divide into {shards} shards of {axis!r}")

@@ -59,7 +59,7 @@ def test_both_spellings_of_the_dtype(tmp_path: Path, field: str, written: str | 
         ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window: sliding-window"),
         ({"sliding_window": 64}, "sliding_window: sliding-window"),
         ({"layer_types": ["sliding_attention"]}, "layer_types: sliding_attention"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_type: 'yarn'"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4}}, "rope_type: 'ntk'"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype: 'float8_e4m3fn' is not supported"),
         ({"vocab_size": None}, "vocab_size: missing"),
         ({"vocab_size": "many"}, "vocab_size: expected an integer > 0, got 'many'"),

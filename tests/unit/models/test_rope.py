@@ -33,8 +33,8 @@ def test_no_scaling_and_no_theta():
     ("hf", "message"),
     [
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
-            "rope_type: 'yarn' is not",
+            {"rope_scaling": {"rope_type": "ntk", "factor": 4}},
+            "rope_type: 'ntk' is not",
         ),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type: 'longrope'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_type: 'dynamic'"),
