@@ -1,43 +1,17 @@
 """Hugging Face safetensors into sharded device arrays, each shard read straight from the file."""
 
 import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
-from safetensors import SafetensorError, safe_open
 
-from models.interface import HFSource, ModelConfig, Params, ParamSpec
-from models.registry import family_of, read_json_object
+from models.interface import HFSource, ModelConfig, ModelFamily, Params, ParamSpec
+from models.registry import family_of
+from models.safetensors_files import DTYPES, StoredTensor, list_tensors
 from models.sharding import ShardingRules
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
-_DTYPES: dict[str, np.dtype] = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a safetensors file: its dtype as written there, and where its bytes lie."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-    def open(self) -> np.ndarray:
-        """The tensor as a read-only memory map; nothing is read until it is indexed."""
-        return np.memmap(self.file, _DTYPES[self.dtype], "r", self.offset, self.shape)
 
 
 def load_params(path: str | Path, config: ModelConfig, mesh: Mesh, rules: ShardingRules) -> Params:
@@ -57,28 +31,13 @@ def load_params(path: str | Path, config: ModelConfig, mesh: Mesh, rules: Shardi
     return {name: _load(stored, spec, mesh, rules) for name, spec in specs.items()}
 
 
-def list_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model folder, from its single file or from its sharded index.
+def shared_tensors(family: ModelFamily, config: ModelConfig) -> dict[str, str]:
+    """Tensors that a checkpoint stores although they are copies: name of the copy -> of the main.
 
-    Raises FileNotFoundError or ValueError naming the file.
+    Families say so in a method `shared_tensors(config)`, which they need not have.
     """
-    if (folder / SINGLE).is_file():
-        return _read_header(folder / SINGLE)
-    if not (folder / INDEX).is_file():
-        raise FileNotFoundError(f"no {SINGLE} and no {INDEX} in the model folder {folder}")
-    weight_map = read_json_object(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(f, str) and Path(f).name == f for f in weight_map.values()
-    ):
-        raise ValueError(f"{folder / INDEX}: weight_map: expected tensor names to file names")
-    missing = sorted({f for f in weight_map.values() if not (folder / f).is_file()})
-    if missing:
-        raise FileNotFoundError(f"{folder / INDEX} names files that are missing: {missing}")
-    files = {f: _read_header(folder / f) for f in sorted(set(weight_map.values()))}
-    absent = sorted(name for name, f in weight_map.items() if name not in files[f])
-    if absent:
-        raise ValueError(f"{folder / INDEX}: not in the file that it names: {', '.join(absent)}")
-    return {name: files[f][name] for name, f in weight_map.items()}
+    method = getattr(family, "shared_tensors", None)
+    return {} if method is None else dict(method(config))
 
 
 def weights_fingerprint(path: str | Path) -> str:
@@ -91,29 +50,12 @@ def weights_fingerprint(path: str | Path) -> str:
     sample = 4096
     for name, tensor in sorted(list_tensors(Path(path)).items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
-        if tensor.dtype in _DTYPES:
+        if tensor.dtype in DTYPES:
             data = tensor.open().reshape(-1).view(np.uint8)
             middle = len(data) // 2
             for part in (data[:sample], data[middle : middle + sample], data[-sample:]):
                 digest.update(part.tobytes())
     return digest.hexdigest()[:16]
-
-
-def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, its header checked against its size."""
-    try:
-        with safe_open(file, framework="numpy"):
-            pass  # refuses a header that is broken or does not fit the file
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(size))
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{file} is not a safetensors file: {error}") from None
-    header.pop("__metadata__", None)
-    return {
-        name: StoredTensor(file, t["dtype"], tuple(t["shape"]), 8 + size + t["data_offsets"][0])
-        for name, t in header.items()
-    }
 
 
 def _check(
@@ -129,8 +71,8 @@ def _check(
             problems.append(
                 f"misshapen: {name} {list(tensor.shape)}, expected {list(expected[name])}"
             )
-        elif tensor.dtype not in _DTYPES:
-            problems.append(f"dtype {tensor.dtype}: {name} (supported: {', '.join(_DTYPES)})")
+        elif tensor.dtype not in DTYPES:
+            problems.append(f"dtype {tensor.dtype}: {name} (supported: {', '.join(DTYPES)})")
     if problems:
         raise ValueError(
             f"{folder}: the tensors do not fit the config ({len(problems)} problems):\n  "
