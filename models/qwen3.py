@@ -1,7 +1,7 @@
 """Qwen3 dense, and the Llama architecture, which is the same without the norms of q and k."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -81,9 +81,9 @@ class LlamaConfig(DenseConfig):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and `mlp`, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: DenseConfig, layer: int) -> None:
+    def __init__(self, config: DenseConfig, layer: int, mlp: nnx.Module) -> None:
         c, prefix = config, f"model.layers.{layer}"
         self.attention_norm = RMSNorm(
             f"{prefix}.input_layernorm.weight", c.hidden_size, "embed", c.dtype
@@ -100,36 +100,43 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(
             f"{prefix}.post_attention_layernorm.weight", c.hidden_size, "embed", c.dtype
         )
-        self.mlp = GatedMLP(f"{prefix}.mlp", c.hidden_size, c.ffn_size, c.dtype)
+        self.mlp = mlp
 
 
 class Decoder(nnx.Module):
     """Embedding, layers, final norm and, unless it is tied to the embedding, the head."""
 
-    def __init__(self, config: DenseConfig) -> None:
+    def __init__(self, config: DenseConfig, mlp: Callable[[int], nnx.Module]) -> None:
         c = config
         self.embedding = Table("model.embed_tokens.weight", c.vocab_size, c.hidden_size, c.dtype)
-        self.layers = nnx.List([DecoderLayer(c, layer) for layer in range(c.num_layers)])
+        self.layers = nnx.List(
+            [DecoderLayer(c, layer, mlp(layer)) for layer in range(c.num_layers)]
+        )
         self.norm = RMSNorm("model.norm.weight", c.hidden_size, "embed", c.dtype)
         if not c.tied:
             self.head = Table("lm_head.weight", c.vocab_size, c.hidden_size, c.dtype)
 
 
 @functools.lru_cache(maxsize=16)
-def _abstract_params(config: DenseConfig) -> dict[str, ParamSpec]:
-    return abstract_params(lambda: Decoder(config))
+def _abstract_params(family: "DenseFamily", config: DenseConfig) -> dict[str, ParamSpec]:
+    declare_mlp = functools.partial(family.declare_mlp, config)
+    return abstract_params(lambda: Decoder(config, declare_mlp))
 
 
-class DenseFamily:
-    """`interface.ModelFamily` for one of the two configs."""
+class DenseFamily[C: DenseConfig]:
+    """`interface.ModelFamily` for one config; a family with other MLPs overrides what is theirs."""
 
-    def __init__(self, config_type: type[DenseConfig]) -> None:
+    def __init__(self, config_type: type[C]) -> None:
         self.name = config_type.family
         self.architectures = config_type.architectures
         self.config_type = config_type
 
-    def config_from_hf(self, hf: Mapping[str, Any]) -> DenseConfig:
+    def config_from_hf(self, hf: Mapping[str, Any]) -> C:
         """Read config.json; ValueError names what is missing or not supported."""
+        return self.config_type(**self.fields_from_hf(hf))
+
+    def fields_from_hf(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of the config; ValueError as `config_from_hf`."""
         hf_config.refuse(
             hf,
             {
@@ -144,49 +151,73 @@ class DenseFamily:
         hidden = hf_config.integer(hf, "hidden_size")
         if hf.get("head_dim") is None and hidden % heads:
             raise ValueError(f"head_dim: missing, and {heads} heads do not divide hidden_size")
-        return self.config_type(
-            vocab_size=hf_config.integer(hf, "vocab_size"),
-            num_layers=hf_config.integer(hf, "num_hidden_layers"),
-            hidden_size=hidden,
-            max_position=hf_config.integer(hf, "max_position_embeddings"),
-            dtype=hf_config.dtype_of(hf),
-            num_heads=heads,
-            num_kv_heads=hf_config.integer(hf, "num_key_value_heads", default=heads),
-            head_dim=hf_config.integer(hf, "head_dim", default=hidden // heads),
-            ffn_size=hf_config.integer(hf, "intermediate_size"),
-            rms_eps=hf_config.number(hf, "rms_norm_eps", default=1e-6),
-            rope=rope_from_hf(hf),
-            tied=bool(hf.get("tie_word_embeddings", False)),
+        return {
+            "vocab_size": hf_config.integer(hf, "vocab_size"),
+            "num_layers": hf_config.integer(hf, "num_hidden_layers"),
+            "hidden_size": hidden,
+            "max_position": hf_config.integer(hf, "max_position_embeddings"),
+            "dtype": hf_config.dtype_of(hf),
+            "num_heads": heads,
+            "num_kv_heads": hf_config.integer(hf, "num_key_value_heads", default=heads),
+            "head_dim": hf_config.integer(hf, "head_dim", default=hidden // heads),
+            "ffn_size": hf_config.integer(hf, "intermediate_size"),
+            "rms_eps": hf_config.number(hf, "rms_norm_eps", default=1e-6),
+            "rope": rope_from_hf(hf),
+            "tied": bool(hf.get("tie_word_embeddings", False)),
+        }
+
+    def abstract_params(self, config: C) -> dict[str, ParamSpec]:
+        """Every parameter by path; see the nnx modules above."""
+        return dict(_abstract_params(self, config))
+
+    def declare_mlp(self, config: C, layer: int) -> nnx.Module:
+        """The MLP of a layer."""
+        return GatedMLP(
+            f"model.layers.{layer}.mlp", config.hidden_size, config.ffn_size, config.dtype
         )
 
-    def abstract_params(self, config: DenseConfig) -> dict[str, ParamSpec]:
-        """Every parameter by path; see the nnx modules above."""
-        return dict(_abstract_params(config))
+    def mlp(
+        self,
+        config: C,
+        layer: int,
+        p: Callable[[str], jax.Array],
+        x: jax.Array,
+        live: jax.Array,
+        *,
+        mesh: Mesh,
+        rules: ShardingRules,
+    ) -> jax.Array:
+        """The MLP of a layer on x [dp*T, D]; the result may be partial sums, to be constrained.
 
-    def ignores_tensor(self, config: DenseConfig, name: str) -> bool:
+        `p` gives the layer's parameters by name, `live` bool [dp*T] is False for rows of padding.
+        """
+        return gated_mlp(x, p("mlp.gate"), p("mlp.up"), p("mlp.down"))
+
+    def ignores_tensor(self, config: C, name: str) -> bool:
         """A tied head stored all the same, and the rotary tables of old checkpoints."""
         return (config.tied and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
 
-    def cache_spec(self, config: DenseConfig) -> CacheSpec:
+    def cache_spec(self, config: C) -> CacheSpec:
         """One grouped-query array per layer."""
         return CacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, config.dtype)
 
-    def check_mesh(self, config: DenseConfig, mesh: Mesh, rules: ShardingRules) -> None:
+    def check_mesh(self, config: C, mesh: Mesh, rules: ShardingRules) -> None:
         """Raise ValueError naming each field that the mesh does not divide."""
-        rules.check(
-            mesh,
-            {
-                "heads": ("num_attention_heads", config.num_heads),
-                "kv_heads": ("num_key_value_heads", config.num_kv_heads),
-                "ffn": ("intermediate_size", config.ffn_size),
-                "vocab": ("vocab_size", config.vocab_size),
-                "embed": ("hidden_size", config.hidden_size),
-            },
-        )
+        rules.check(mesh, self.sharded_sizes(config))
+
+    def sharded_sizes(self, config: C) -> dict[str, tuple[str, int]]:
+        """Logical axis -> (field of config.json, size) of all that the mesh must divide."""
+        return {
+            "heads": ("num_attention_heads", config.num_heads),
+            "kv_heads": ("num_key_value_heads", config.num_kv_heads),
+            "ffn": ("intermediate_size", config.ffn_size),
+            "vocab": ("vocab_size", config.vocab_size),
+            "embed": ("hidden_size", config.hidden_size),
+        }
 
     def forward(
         self,
-        config: DenseConfig,
+        config: C,
         params: Params,
         batch: StepBatch,
         caches: Caches,
@@ -201,6 +232,7 @@ class DenseFamily:
         residual = rules.sharding(mesh, ("batch", None))
         norm = functools.partial(rms_norm, eps=config.rms_eps)
         rope = rope_tables(config.rope, config.head_dim, batch.positions)
+        live = batch.rows >= 0
 
         def reduced(x: jax.Array) -> jax.Array:  # sums the shards' parts: one all-reduce
             return jax.lax.with_sharding_constraint(x, residual)
@@ -229,13 +261,13 @@ class DenseFamily:
             x = x + reduced(output_projection(out, p("attention.o")))
             x = call_hook(hook, hook_operands, x, cache, layer, mesh=mesh, rules=rules)
             h = norm(x, p("mlp_norm.scale"))
-            x = x + reduced(gated_mlp(h, p("mlp.gate"), p("mlp.up"), p("mlp.down")))
+            x = x + reduced(self.mlp(config, layer, p, h, live, mesh=mesh, rules=rules))
             new_caches.append(cache)
         return norm(x, params["norm.scale"]), tuple(new_caches)
 
     def logits(
         self,
-        config: DenseConfig,
+        config: C,
         params: Params,
         hidden: jax.Array,
         *,

@@ -14,8 +14,9 @@ from models.deepseek_v3 import DEEPSEEK_V3
 from models.interface import ModelConfig, ModelFamily
 from models.plugins import load_plugins
 from models.qwen3 import LLAMA, QWEN3
+from models.qwen3_moe import QWEN3_MOE
 
-FAMILIES: tuple[ModelFamily, ...] = (QWEN3, LLAMA, DEEPSEEK_V3)
+FAMILIES: tuple[ModelFamily, ...] = (QWEN3, LLAMA, QWEN3_MOE, DEEPSEEK_V3)
 
 
 def family_of(config: ModelConfig) -> ModelFamily:

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxdisagg.mesh import expert_axes
 from models.checkpoint import load_params
 from models.interface import Caches, Hook, StepBatch
 from models.registry import load_config
-from models.sharding import DEFAULT_RULES
+from models.sharding import make_rules
 
 PAGE_SIZE = 16
 WIDTH = 14  # pages per row
@@ -33,13 +34,16 @@ def make_mesh(dp: int, tp: int, kv_heads: int) -> Mesh:
 class PagedModel:
     """Sequences by number: number i lives in dp rank i % dp, row i // dp, in shuffled pages."""
 
-    def __init__(self, folder: Path, *, tp: int = 1, dp: int = 1, dtype: str = "float32") -> None:
+    def __init__(
+        self, folder: Path, *, tp: int = 1, dp: int = 1, ep: int = 1, dtype: str = "float32"
+    ) -> None:
         self.family, config = load_config(folder)
         self.config = dataclasses.replace(config, dtype=dtype)
         self.spec = self.family.cache_spec(self.config)
         self.dp = dp
         self.mesh = make_mesh(dp, tp, self.spec.num_kv_heads)
-        self.params = load_params(folder, self.config, self.mesh, DEFAULT_RULES)
+        self.rules = make_rules(expert_axes(tp=tp, dp=dp, ep=ep))
+        self.params = load_params(folder, self.config, self.mesh, self.rules)
         self.by_rank = NamedSharding(self.mesh, PartitionSpec("dp"))
         self.step = jax.jit(self._step, static_argnames=("mode",), donate_argnames="caches")
         self.reset()
@@ -78,12 +82,12 @@ class PagedModel:
             batch,
             caches,
             mesh=self.mesh,
-            rules=DEFAULT_RULES,
+            rules=self.rules,
             mode=mode,
             hook=hook,
             hook_operands=hook_operands,
         )
-        where = {"mesh": self.mesh, "rules": DEFAULT_RULES}
+        where = {"mesh": self.mesh, "rules": self.rules}
         return self.family.logits(self.config, params, hidden, **where), caches
 
     def batch(self, work: dict[int, list[int]], mode: str) -> tuple[StepBatch, dict[int, slice]]:
