@@ -45,7 +45,8 @@ class PagedCache:
     """Per-layer arrays of `dp * pages` pages, and beside them a buffer of context rows.
 
     The context buffer [dp * context_rows, D] holds the hidden state of the last prefilled token of
-    each request; row 0 of each rank is scratch. It counts as layer `num_layers`.
+    each request, a copy on every tp rank; row 0 of each dp rank is scratch. It counts as the layer
+    after the last of `layers`.
     """
 
     def __init__(
@@ -112,7 +113,8 @@ class PagedCache:
         return None
 
     def read_pages(self, rank: int, layer: int, pages: np.ndarray) -> np.ndarray:
-        """A copy [n, K/kv, 2, Z, H] of pages (or context rows) of one device; for tests and tools.
+        """A copy of pages (or context rows) of one device, [n, K/kv, 2, Z, H] or, of a latent
+        cache, [n, Z, R+C]; for tests and tools.
 
         Only while no step is in flight: it reads the live buffer without keeping a view of it.
         """

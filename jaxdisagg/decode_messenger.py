@@ -89,10 +89,11 @@ class DecodeMessenger(Prefiller):
         assert peer is not None
         seed = secrets.randbits(32)
         transfer_plan = plan(peer.hello.layout, self._hello.layout, seed)
-        expected = transfer_plan.expected_units(active.prompt_length, context_buffers=1)
+        expected = transfer_plan.expected_units(active.prompt_length, context=True)
         pages = transfer_plan.pages_for(active.prompt_length)
         deadline = now + self._timeouts.prefill
         attempt = self._attempts.open(active, peer, expected, deadline)
+        active.context = attempt.context
         self._node.pools[active.rank].expose(active.lease)
         active.sent_at = now
         active.account.node = peer.name

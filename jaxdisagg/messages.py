@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxdisagg.transfer_plan import CacheLayout, pages_for, plan
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 SLOT_LIMIT = 1 << 20
 MAX_TOKEN_ID = (1 << 31) - 1
 
@@ -52,9 +52,9 @@ class NodeHello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=
 
     `model` is the fingerprint of the weights' architecture and content, `dtype` of cache and
     weights, `num_pages` the pages of one dp rank, scratch included. `regions[ordinal][layer]` is
-    the cache shard of a device (`layout.ordinal(dp_rank, rank)`) and layer; `contexts[dp_rank]`
-    the context buffers of that dp rank, on its tp rank 0. `epoch` differs after each start of the
-    process (0..2**64-1).
+    the cache shard of a device (`layout.ordinal(dp_rank, rank)`) and layer; `contexts[ordinal]`
+    its context buffers. With `mtp` the last layer is the MTP module's. `epoch` differs after each
+    start of the process (0..2**64-1).
     """
 
     role: Literal["prefill", "decode"]
@@ -67,6 +67,7 @@ class NodeHello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=
     max_model_len: Annotated[int, msgspec.Meta(ge=1)]
     regions: tuple[tuple[Region, ...], ...] = ()
     contexts: tuple[ContextBuffers, ...] = ()
+    mtp: bool = False
     protocol: int = PROTOCOL_VERSION
 
     def __post_init__(self) -> None:
@@ -74,10 +75,10 @@ class NodeHello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=
             raise ValueError(f"epoch: {self.epoch}, must be in 0..2**64-1")
         layout = self.layout
         shard = self.num_pages * layout.shard_bytes
-        if self.regions and len(self.regions) != layout.dp * layout.tp:
-            raise ValueError(
-                f"regions: {len(self.regions)} devices, the layout has {layout.dp * layout.tp}"
-            )
+        for name in ("regions", "contexts"):
+            devices = len(getattr(self, name))
+            if devices not in (0, layout.devices):
+                raise ValueError(f"{name}: {devices} devices, the layout has {layout.devices}")
         for ordinal, row in enumerate(self.regions):
             if len(row) != layout.layers:
                 raise ValueError(
@@ -90,8 +91,6 @@ class NodeHello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=
                         f"regions: device {ordinal} layer {layer} has {region.length} bytes, "
                         f"num_pages and the layout make {shard}"
                     )
-        if self.contexts and len(self.contexts) != layout.dp:
-            raise ValueError(f"contexts: {len(self.contexts)}, the layout has dp={layout.dp}")
         for buffers in self.contexts:
             if buffers.region.length < buffers.buffer_bytes * buffers.count:
                 raise ValueError(
@@ -107,8 +106,8 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill", forbid_unknown_fields=
     `expected[i]` is the number of units that the decode node's process i will count.
     `tokens` is the whole prompt, packed uint32 (the last one, which the decoder runs itself, too);
     `pages` the destination pages of dp rank `dp_rank`, packed uint32, in the order of the tokens,
-    for tokens 0..L-2. `context` is the index of the buffer lent to the request in the decode
-    node's `contexts[dp_rank]`, `seed` the transfer plan's. The deadline travels as what is left.
+    for tokens 0..L-2. `context` is the index of the buffer lent to the request on every device of
+    that dp rank, `seed` the transfer plan's. The deadline travels as what is left.
     """
 
     request: RequestId
@@ -170,7 +169,8 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill", forbid_unknown_fields=
         if self.context is not None:
             if not hello.contexts:
                 return "context: a buffer is named, the node announced none"
-            count = hello.contexts[self.dp_rank].count
+            first = layout.ordinal(self.dp_rank, 0)
+            count = min(c.count for c in hello.contexts[first : first + layout.tp])
             if self.context >= count:
                 return f"context: buffer {self.context}, the node announced {count}"
         return None
@@ -296,8 +296,10 @@ def compatibility(mine: NodeHello, theirs: NodeHello) -> list[str]:
     compare("protocol version", mine.protocol, theirs.protocol)
     compare("model", mine.model, theirs.model)
     compare("dtype", mine.dtype, theirs.dtype)
-    fields = ("kind", "layers", "kv_heads", "head_dim", "page_size", "itemsize")
-    for name in fields:
+    compare("mtp", *("on" if node.mtp else "off" for node in (mine, theirs)))
+    compare("kind", mine.layout.kind, theirs.layout.kind)
+    compare("layers", *(node.layout.layers - node.mtp for node in (mine, theirs)))
+    for name in ("kv_heads", "head_dim", "page_size", "itemsize"):
         compare(name.replace("_", " "), getattr(mine.layout, name), getattr(theirs.layout, name))
     if mine.role == theirs.role:
         problems.append(f"role: {mine.node} and {theirs.node} are both {mine.role} nodes")

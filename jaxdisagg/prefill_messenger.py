@@ -57,7 +57,6 @@ class PrefillMessenger:
         self._engine = engine
         self._vocab_size = vocab_size
         self._hello = hello
-        self._cache = cache
         self._planner = StepPlanner(hello.layout, cache)
         self._peers: dict[int, DecodePeer] = {}
         self._refused: dict[int, str] = {}
@@ -102,6 +101,7 @@ class PrefillMessenger:
                 request = self._transfers.pop(event.transfer, None)
                 if request is not None:
                     self._page_writes += event.units_done
+                    request.bytes = event.bytes
                     self.node.transfer_ended(request, event.status, event.error, now)
             case TriggerFault():
                 raise RuntimeError(
@@ -169,7 +169,7 @@ class PrefillMessenger:
         if highest >= self._vocab_size:
             return f"tokens: {highest}, the model has token ids below {self._vocab_size}"
         expected = plan(self._hello.layout, known.hello.layout, message.seed).expected_units(
-            message.prompt_length, context_buffers=int(message.context is not None)
+            message.prompt_length, context=message.context is not None
         )
         if message.expected != (expected,):
             return f"expected: {message.expected} there, {(expected,)} by {self._hello.node}"
@@ -238,15 +238,13 @@ class PrefillMessenger:
     def report(self, request: "PrefillRequest", now: float) -> None:
         """Where the time of a finished request went; the decode node started by its count."""
         started = request.started or now
-        layout = self._hello.layout
-        pages = len(request.message.page_ids()) * layout.layers * layout.tp
         self._send(
             request.peer,
             messages.Telemetry(
                 request.id,
                 queue_s=started - request.arrived,
                 prefill_s=(request.computed or now) - started,
-                bytes=pages * layout.shard_bytes + self._cache.context_bytes,
+                bytes=request.bytes,
             ),
         )
 

@@ -32,7 +32,10 @@ Outcome = Literal["done", "cancelled", "failed"]
 
 @dataclass(eq=False)
 class PrefillRequest:
-    """One PREFILL being served. Changed by the node's loop alone; times of `time.monotonic`."""
+    """One PREFILL being served. Changed by the node's loop alone; times of `time.monotonic`.
+
+    `bytes` is what its writes were acknowledged to have landed, once its transfer has ended.
+    """
 
     message: Prefill
     peer: int
@@ -47,6 +50,7 @@ class PrefillRequest:
     transfer: int | None = None
     started: float | None = None
     computed: float | None = None
+    bytes: int = 0
     ended_by: tuple[Outcome, str, str] | None = field(default=None)
 
     @property

@@ -11,15 +11,13 @@ def register_cache(
 ) -> tuple[tuple[tuple[Region, ...], ...], tuple[ContextBuffers, ...]]:
     """Register every shard of a cache; returns what HELLO announces of it.
 
-    Regions are by rank and layer; context buffers by dp rank, those of its tp rank 0. With
-    `source`, the trigger learns which registration belongs to (ordinal, layer), the context
-    buffer being layer `num_layers`.
+    Regions are by rank and layer, context buffers by rank. With `source`, the trigger learns which
+    registration belongs to (ordinal, layer), the context buffer coming after the last of
+    `cache.layers`.
     """
-    dp = cache.mesh.shape["dp"]
     shards = cache.shards()
     layers = len(cache.layers)
-    ranks = len(shards) // (layers + 1)
-    rows: list[list[Region]] = [[] for _ in range(ranks)]
+    rows: list[list[Region]] = [[] for _ in range(len(shards) // (layers + 1))]
     contexts: list[ContextBuffers] = []
     for shard in shards:
         region = engine.register_memory(shard.address, shard.nbytes)
@@ -28,7 +26,7 @@ def register_cache(
         announced = Region(region.descriptor, shard.nbytes)
         if shard.layer < layers:
             rows[shard.rank].append(announced)
-        elif shard.rank % (ranks // dp) == 0:
+        else:
             contexts.append(ContextBuffers(announced, cache.context_bytes, cache.context_rows))
     return tuple(map(tuple, rows)), tuple(contexts)
 
@@ -43,8 +41,8 @@ class RemoteCache:
     def __init__(self, hello: NodeHello) -> None:
         if not hello.regions:
             raise ValueError("regions: none, a decode node must announce its cache")
-        if len(hello.contexts) != hello.layout.dp:
-            raise ValueError(f"contexts: {len(hello.contexts)}, must be dp={hello.layout.dp}")
+        if not hello.contexts:
+            raise ValueError("contexts: none, a decode node must announce its context buffers")
         self.hello = hello
         self._regions = [
             [RemoteRegion(r.descriptor, r.length) for r in row] for row in hello.regions
@@ -57,6 +55,7 @@ class RemoteCache:
         """The cache shard of each layer on one device."""
         return tuple(self._regions[self.hello.layout.ordinal(dp_rank, rank)])
 
-    def context(self, dp_rank: int) -> tuple[RemoteRegion, ContextBuffers]:
-        """The context buffers of a dp rank."""
-        return self._contexts[dp_rank], self.hello.contexts[dp_rank]
+    def context(self, dp_rank: int, rank: int) -> tuple[RemoteRegion, ContextBuffers]:
+        """The context buffers of one device."""
+        ordinal = self.hello.layout.ordinal(dp_rank, rank)
+        return self._contexts[ordinal], self.hello.contexts[ordinal]

@@ -1,7 +1,7 @@
 """What the triggers of a step post: a step's chunks as native page plans (M7, R1).
 
 Only pages that a chunk completes are sent, a partly filled last one with the last chunk, so every
-byte is sent once. The context follows the last chunk as one more unit.
+byte is sent once. The context follows the last chunk, one more unit for each device that decodes.
 """
 
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ class StepPlanner:
         pages = transfer_plan.chunk_pages(chunk.begin, chunk.end, chunk.job.total)
         writes = self._pages(transfer_plan, request, remote, pages) if pages else []
         if chunk.last and request.message.context is not None:
-            writes.append(self._context(request, remote, request.message.context))
+            writes += self._contexts(transfer_plan, request, remote, request.message.context)
         return writes
 
     def _pages(
@@ -72,23 +72,35 @@ class StepPlanner:
             for unit in transfer_plan.units
         ]
 
-    def _context(self, request: "PrefillRequest", remote: RemoteCache, buffer: int) -> PlanWrite:
-        """The hidden state of the last prefilled token: one row, one unit, after the last layer."""
+    def _contexts(
+        self,
+        transfer_plan: TransferPlan,
+        request: "PrefillRequest",
+        remote: RemoteCache,
+        buffer: int,
+    ) -> list[PlanWrite]:
+        """The hidden state of the last prefilled token, after the last layer: one row, one unit,
+        to each tp rank, since each runs the MTP module on its own copy.
+        """
         assert request.transfer is not None
-        region, buffers = remote.context(request.message.dp_rank)
-        return PlanWrite(
-            transfer=request.transfer,
-            ordinal=self._ordinal[self._layout.ordinal(request.rank, 0)],
-            first_layer=self.layers - 1,
-            layers=1,
-            source_pages=np.array([request.context], np.uint32),
-            destination_pages=np.array([buffer], np.uint32),
-            unit=PageUnit(
-                source_page_bytes=self._cache.context_bytes,
-                source_offset=0,
-                destination_page_bytes=buffers.buffer_bytes,
-                destination_offset=0,
-                length=buffers.buffer_bytes,
-            ),
-            remotes=(region,),
-        )
+        writes = []
+        for rank, origin in enumerate(transfer_plan.context_sources):
+            region, buffers = remote.context(request.message.dp_rank, rank)
+            write = PlanWrite(
+                transfer=request.transfer,
+                ordinal=self._ordinal[self._layout.ordinal(request.rank, origin)],
+                first_layer=self.layers - 1,
+                layers=1,
+                source_pages=np.array([request.context], np.uint32),
+                destination_pages=np.array([buffer], np.uint32),
+                unit=PageUnit(
+                    source_page_bytes=self._cache.context_bytes,
+                    source_offset=0,
+                    destination_page_bytes=buffers.buffer_bytes,
+                    destination_offset=0,
+                    length=buffers.buffer_bytes,
+                ),
+                remotes=(region,),
+            )
+            writes.append(write)
+        return writes

@@ -1,11 +1,13 @@
 """Who writes which bytes where: a pure function of two cache layouts that both sides call.
 
-The unit of counting is one (destination rank, layer, page, part), so the number that the decoder
-expects depends on the layouts and the prompt's length alone, never on how writes are packed.
+The unit of counting is one (destination rank, layer, page, part), and one more for each
+destination rank's context buffer, so the number that the decoder expects depends on the layouts and
+the prompt's length alone, never on how writes are packed or on which replica sends.
 A request lives on one dp rank of each side; `rank` here is the tp rank within it, and
 `layout.ordinal(dp_rank, rank)` the device's place in the node. No jax: NumPy only for the check.
 """
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -69,6 +71,11 @@ class CacheLayout:
         return range(first, first + n)
 
     @property
+    def devices(self) -> int:
+        """How many devices the node has."""
+        return self.dp * self.tp
+
+    @property
     def head_bytes(self) -> int:
         """Bytes of one head of one page of one layer, K and V (gqa) or the latent (mla)."""
         parts = 2 if self.kind == "gqa" else 1
@@ -105,26 +112,33 @@ class PlanUnit:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """The units of one page of one layer; every layer and page of a request repeats them."""
+    """The units of one page of one layer; every layer and page of a request repeats them.
+
+    `context_sources[d]` is the source rank that writes destination rank d's context buffer.
+    """
 
     source: CacheLayout
     destination: CacheLayout
     units: tuple[PlanUnit, ...]
+    context_sources: tuple[int, ...]
 
     def expected_units(
         self,
         prompt_length: int,
-        context_buffers: int = 0,
+        *,
+        context: bool,
         destination_ranks: Iterable[int] | None = None,
     ) -> int:
         """How many units a receiving process counts for a prompt of `prompt_length` tokens.
 
-        `destination_ranks` are the tp ranks that the process holds (None: all of them);
-        `context_buffers` the number of buffers written to it, one unit each.
+        `destination_ranks` are the tp ranks that the process holds (None: all of them); with
+        `context` each of them is written a context buffer too, one unit.
         """
-        ranks = range(self.destination.tp) if destination_ranks is None else set(destination_ranks)
+        every = range(self.destination.tp)
+        ranks = set(every if destination_ranks is None else destination_ranks).intersection(every)
         per_page = sum(u.destination_rank in ranks for u in self.units)
-        return per_page * self.destination.layers * self.pages_for(prompt_length) + context_buffers
+        pages = per_page * self.destination.layers * self.pages_for(prompt_length)
+        return pages + context * len(ranks)
 
     def pages_for(self, prompt_length: int) -> int:
         """Pages that a prompt's prefill fills: `pages_for` with this plan's page size."""
@@ -157,36 +171,55 @@ def chunk_pages(begin: int, end: int, total: int, page_size: int) -> range:
 
 
 def plan(source: CacheLayout, destination: CacheLayout, seed: int = 0) -> TransferPlan:
-    """Map the prefill node's page shards to the decode node's.
+    """Map the prefill node's page shards, and its context rows, to the decode node's devices.
 
-    `seed` is drawn by the decoder and sent in PREFILL: where several source ranks hold the same
-    bytes both sides choose by it. With equal tp there is no choice: rank r writes rank r.
+    gqa: with equal tp, the only one supported, rank r writes rank r. mla: every destination rank
+    gets one copy of each page from some source rank, whatever the two tp are. `seed` (drawn by the
+    decoder, sent in PREFILL, at least 0) chooses among source ranks that hold the same bytes: a
+    permutation of them is dealt to the destination ranks in turn, so that a wide destination keeps
+    every source device at work, and narrow ones spread over all of them request by request.
     Raises ValueError naming the field and both values for layouts that cannot be mapped.
     """
-    del seed  # equal tp leaves nothing to choose
     for name in ("kind", "layers", "kv_heads", "head_dim", "page_size", "itemsize"):
         ours, theirs = getattr(source, name), getattr(destination, name)
         if ours != theirs:
             raise ValueError(f"{name}: {ours} on the prefill node, {theirs} on the decode node")
-    if source.kind != "gqa":
-        raise ValueError("kind: 'mla' caches are not transferred yet")
-    if source.tp != destination.tp:
+    replicas = _shuffled(source.tp, seed)
+    dealt = tuple(replicas[rank % source.tp] for rank in range(destination.tp))
+    if source.kind == "mla":
+        sources = dealt
+    elif source.tp == destination.tp:
+        sources = tuple(range(source.tp))
+    else:
         raise ValueError(
             f"tp: {source.tp} on the prefill node, {destination.tp} on the decode node; "
-            "unequal tp is not supported yet"
+            "unequal tp is not supported for a gqa cache"
         )
-    units: list[PlanUnit] = []
-    for rank in range(source.tp):
-        for offset in range(0, source.shard_bytes, MAX_UNIT_BYTES):
-            length = min(MAX_UNIT_BYTES, source.shard_bytes - offset)
-            units.append(PlanUnit(rank, rank, offset, offset, length))
-    return TransferPlan(source, destination, tuple(units))
+    units = tuple(
+        PlanUnit(origin, rank, offset, offset, min(MAX_UNIT_BYTES, source.shard_bytes - offset))
+        for rank, origin in enumerate(sources)
+        for offset in range(0, source.shard_bytes, MAX_UNIT_BYTES)
+    )
+    return TransferPlan(source, destination, units, dealt)
+
+
+def _shuffled(ranks: int, seed: int) -> list[int]:
+    """0..ranks-1 in an order drawn from `seed`.
+
+    By a hash, since both nodes must draw the same: NumPy may change its generators' streams.
+    """
+
+    def draw(rank: int) -> bytes:
+        return hashlib.blake2b(f"{seed} {rank}".encode(), digest_size=16).digest()
+
+    return sorted(range(ranks), key=draw)
 
 
 def check(transfer: TransferPlan) -> None:
     """Prove that a page arrives whole: every destination byte once, from the right source byte.
 
-    Raises ValueError naming the rank, the unit or the byte that is off.
+    And that every destination rank gets its context from a source rank that exists. Raises
+    ValueError naming the rank, the unit or the byte that is off.
     """
     source, destination = transfer.source, transfer.destination
     ids = [source.page_bytes_ids(r) for r in range(source.tp)]
@@ -212,6 +245,16 @@ def check(transfer: TransferPlan) -> None:
     for unit in transfer.units:
         if not 0 <= unit.destination_rank < destination.tp:
             raise ValueError(f"{unit}: no such destination rank, tp is {destination.tp}")
+    if len(transfer.context_sources) != destination.tp:
+        raise ValueError(
+            f"context_sources: {len(transfer.context_sources)} ranks are written a context, "
+            f"tp is {destination.tp}"
+        )
+    for rank, origin in enumerate(transfer.context_sources):
+        if not 0 <= origin < source.tp:
+            raise ValueError(
+                f"context_sources: rank {rank} from {origin}, the prefill node's tp is {source.tp}"
+            )
 
 
 def _check_bounds(unit: PlanUnit, source: CacheLayout, destination: CacheLayout) -> None:

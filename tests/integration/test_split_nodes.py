@@ -65,10 +65,13 @@ def test_pages_and_context_arrive_byte_for_byte(pair, length):
             assert sent.astype(np.float32).any(axis=(1, 2, 3, 4)).all(), (
                 "an empty page proves nothing"
             )
-    contexts = [cache.read_pages(0, len(prefill.layers), np.array([cache.context_rows - 1]))
-                for cache in (prefill, decode)]  # fmt: skip
+    contexts = [
+        cache.read_pages(rank, len(prefill.layers), np.array([cache.context_rows - 1]))
+        for cache in (prefill, decode)
+        for rank in range(2)
+    ]
     assert contexts[0].astype(np.float32).any()
-    assert zlib.crc32(contexts[0].tobytes()) == zlib.crc32(contexts[1].tobytes())
+    assert len({zlib.crc32(row.tobytes()) for row in contexts}) == 1, "a row for each device"
 
 
 def test_counts_agree_on_both_sides(pair):
@@ -76,13 +79,16 @@ def test_counts_agree_on_both_sides(pair):
     generate_all(pair.decode.node, [prompt(100)], 4, prefix="count")
     timing = timing_of(pair.decode.node, "count-0")
     layers = len(pair.prefill.runner.cache.layers)
-    expected = pages_for(100, PAGE) * layers * 2 + 1  # two ranks, and the context
+    expected = pages_for(100, PAGE) * layers * 2 + 2  # two ranks, each with its context
     assert timing.page_writes == expected
     pair.idle()
     after = pair.decode.node.state()["page_writes"], pair.prefill.node.state()["page_writes"]
     assert [b - a for a, b in zip(before, after, strict=True)] == [expected, expected]
     assert timing.prefill_node == "prefill-0"
     assert timing.pages == pages_for(100, PAGE)
+    prefill = pair.prefill.runner.cache
+    rows = prefill.context.nbytes // prefill.context.shape[0]
+    assert timing.bytes == timing.pages * layers * 2 * prefill.page_bytes + 2 * rows
     terms = timing.queue + timing.prefill + timing.exposed_transfer + timing.first_decode
     assert terms == pytest.approx(timing.ttft, abs=1e-6)
 

@@ -1,7 +1,6 @@
 """Whole nodes inside the test's process: real fabric between them, devices apart."""
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,10 +23,12 @@ CHUNK = 64
 WAIT_SECONDS = 30.0
 
 
-def node_config(role: str, model: Path, *, tp: int = 1, dp: int = 1, **more: Any) -> NodeConfig:
+def node_config(
+    role: str, model: Path, *, tp: int = 1, dp: int = 1, ep: int = 1, **more: Any
+) -> NodeConfig:
     """A small node: pages of 16 tokens, chunks of up to 64, batches of 2 and 8."""
     values: dict[str, Any] = {
-        "mesh": MeshConfig(tp=tp, dp=dp),
+        "mesh": MeshConfig(tp=tp, dp=dp, ep=ep),
         "cache": CacheConfig(page_size=PAGE, pages=256),
         "batch": BatchConfig(chunks=(16, CHUNK), decode_rows=(2, 8), max_model_len=512),
         "timeouts": Timeouts(prefill=60.0),
@@ -104,7 +105,10 @@ def engine_for(node: NodeConfig, **more: Any) -> TransferEngine:
 
 
 class Pair:
-    """A prefill node and a decode node on different devices of this process."""
+    """A prefill node and a decode node on different devices of this process.
+
+    What `tp`, `dp` and `ep` say of both, `prefill` and `decode` may say otherwise of one.
+    """
 
     def __init__(
         self,
@@ -112,6 +116,7 @@ class Pair:
         *,
         tp: int = 1,
         dp: int = 1,
+        ep: int = 1,
         shuffle: bool = False,
         trace: bool = False,
         connected: bool = True,
@@ -119,15 +124,16 @@ class Pair:
         decode: dict[str, Any] | None = None,
         **both: Any,
     ) -> None:
+        both |= {"tp": tp, "dp": dp, "ep": ep}
+        p = node_config("prefill", model, **(both | (prefill or {})))
+        d = node_config("decode", model, **(both | (decode or {})))
         devices = jax.devices()
-        n = tp * dp
-        p = node_config("prefill", model, tp=tp, dp=dp, **(both | (prefill or {})))
-        d = node_config("decode", model, tp=tp, dp=dp, **(both | (decode or {})))
+        n = p.mesh.devices
         self.prefill = PrefillParts(
             p, load_model(p, devices[:n]), engine_for(p, trace=trace), lambda _: None
         )
         self.decode = DecodeParts(
-            d, load_model(d, devices[n : 2 * n]), engine_for(d), lambda _: None
+            d, load_model(d, devices[n : n + d.mesh.devices]), engine_for(d), lambda _: None
         )
         if shuffle:  # page ids that differ on both sides and have no neighbours
             for seed, node in enumerate((self.prefill.node, self.decode.node)):
@@ -162,7 +168,9 @@ class Pair:
         self.close()
 
 
-def mixed(model: Path, *, tp: int = 1, dp: int = 1, **more: Any) -> MixedParts:
-    """A mixed node on the first devices of this process."""
-    config = dataclasses.replace(node_config("mixed", model, tp=tp, dp=dp), **more)
-    return MixedParts(config, load_model(config, jax.devices()[: tp * dp]), lambda _: None)
+def mixed(model: Path, **more: Any) -> MixedParts:
+    """A mixed node on the first devices of this process; `more` is `node_config`'s."""
+    config = node_config("mixed", model, **more)
+    return MixedParts(
+        config, load_model(config, jax.devices()[: config.mesh.devices]), lambda _: None
+    )

@@ -46,7 +46,7 @@ def hello(role="decode", layout=LAYOUT, **changes) -> NodeHello:
         "num_pages": PAGES,
         "max_model_len": 512,
         "regions": ((shard,) * layout.layers,) * (layout.tp * layout.dp),
-        "contexts": (ContextBuffers(Region(b"c", 4096 * 8), 4096, 8),) * layout.dp,
+        "contexts": (ContextBuffers(Region(b"c", 4096 * 8), 4096, 8),) * layout.devices,
     }
     return NodeHello(**{**fields, **changes})
 
@@ -248,13 +248,13 @@ def test_a_context_nobody_announced_is_a_problem():
     [
         ({"epoch": 2**64}, "epoch"),
         ({"regions": ()}, None),
-        ({"regions": ((Region(b"", 1),) * 3,)}, "1 devices, the layout has 4"),
+        ({"regions": ((Region(b"", 1),) * 3,)}, "regions: 1 devices, the layout has 4"),
         ({"regions": ((Region(b"", 1),) * 2,) * 4}, "2 layers of device 0"),
         ({"regions": ((Region(b"", 1),) * 3,) * 4}, "layer 0 has 1 bytes"),
-        ({"contexts": (ContextBuffers(Region(b"", 10), 11, 1),) * 2}, "cannot hold"),
+        ({"contexts": (ContextBuffers(Region(b"", 10), 11, 1),) * 4}, "cannot hold"),
         (
-            {"contexts": (ContextBuffers(Region(b"", 11), 11, 1),)},
-            "contexts: 1, the layout has dp=2",
+            {"contexts": (ContextBuffers(Region(b"", 11), 11, 1),) * 2},
+            "contexts: 2 devices, the layout has 4",
         ),
     ],
 )
@@ -271,6 +271,12 @@ def replace(**changes) -> NodeHello:
     return hello("prefill", layout)
 
 
+def with_mtp(layout: CacheLayout) -> NodeHello:
+    """A prefill node of the same model, with the MTP module's cache layer behind the others."""
+    more = dataclasses.replace(layout, layers=layout.layers + 1)
+    return hello("prefill", more, mtp=True)
+
+
 def test_equal_nodes_are_compatible_and_dp_is_free():
     assert compatibility(hello(), hello("prefill")) == []
     assert compatibility(hello(), replace(dp=1)) == []
@@ -280,11 +286,12 @@ def test_equal_nodes_are_compatible_and_dp_is_free():
 @pytest.mark.parametrize(
     ("theirs", "begins", "values"),
     [
-        (hello("prefill", protocol=2), "protocol version:", ("1", "2")),
+        (hello("prefill", protocol=1), "protocol version:", ("2", "1")),
         (hello("prefill", model="other"), "model:", ("qwen3:1234", "other")),
         (hello("prefill", dtype="bfloat16"), "dtype:", ("float32", "bfloat16")),
         (replace(page_size=32), "page size:", ("16", "32")),
         (replace(layers=4), "layers:", ("3", "4")),
+        (with_mtp(LAYOUT), "mtp:", ("off", "on")),
         (replace(kv_heads=8), "kv heads:", ("4", "8")),
         (replace(head_dim=128), "head dim:", ("64", "128")),
         (replace(itemsize=2), "itemsize:", ("4", "2")),
@@ -298,6 +305,22 @@ def test_one_mismatch_is_one_line_with_the_field_and_both_values(theirs, begins,
     assert len(problems) == 1
     assert problems[0].startswith(begins)
     assert all(value in problems[0] for value in values)
+
+
+def test_a_latent_cache_is_compatible_with_any_tp():
+    mla = CacheLayout("mla", 3, 1, 576, 16, 4, tp=2, dp=2)
+    for tp in (1, 2, 8):
+        other = hello("prefill", dataclasses.replace(mla, tp=tp, dp=1))
+        assert compatibility(hello(layout=mla), other) == []
+
+
+def test_the_smallest_count_of_context_buffers_of_a_dp_rank_is_the_limit():
+    few = ContextBuffers(Region(b"c", 4096 * 3), 4096, 3)
+    many = ContextBuffers(Region(b"c", 4096 * 8), 4096, 8)
+    for ordinal, problem in ((0, False), (1, False), (2, True), (3, True)):
+        contexts = tuple(few if i == ordinal else many for i in range(4))
+        found = prefill(dp_rank=1, context=3).problem(hello(contexts=contexts))
+        assert (found == "context: buffer 3, the node announced 3") == problem, ordinal
 
 
 def test_every_mismatch_is_reported():

@@ -36,8 +36,38 @@ def layouts(draw) -> CacheLayout:
     )
 
 
+@st.composite
+def latent_pairs(draw) -> tuple[CacheLayout, CacheLayout]:
+    """A prefill and a decode node of one latent cache, each with any tp and dp."""
+    source = CacheLayout(
+        "mla",
+        layers=draw(st.integers(1, 3)),
+        kv_heads=1,
+        head_dim=draw(st.sampled_from([1, 5, 12])),
+        page_size=draw(st.integers(1, 5)),
+        itemsize=draw(st.sampled_from([1, 2, 4])),
+        tp=draw(st.integers(1, 8)),
+        dp=draw(st.integers(1, 3)),
+    )
+    return source, dataclasses.replace(
+        source, tp=draw(st.integers(1, 8)), dp=draw(st.integers(1, 3))
+    )
+
+
+def cache_shape(layout: CacheLayout, pages: int) -> tuple[int, ...]:
+    """Of a cache of all ranks, the last axis being the bytes of an element."""
+    if layout.kind == "mla":
+        return (pages, layout.page_size, layout.head_dim, layout.itemsize)
+    return (pages, layout.kv_heads, 2, layout.page_size, layout.head_dim, layout.itemsize)
+
+
 def shard(cache: np.ndarray, layout: CacheLayout, rank: int) -> np.ndarray:
-    """What mesh axes (kv, rep) put on tp rank `rank` of a cache [pages, kv_heads, 2, Z, H]."""
+    """What mesh axes (kv, rep) put on tp rank `rank` of a cache [pages, kv_heads, 2, Z, H].
+
+    A latent cache [pages, Z, R+C] is on every rank.
+    """
+    if layout.kind == "mla":
+        return cache.copy()
     kv = min(layout.tp, layout.kv_heads)
     devices = np.arange(layout.tp).reshape(kv, layout.tp // kv)
     part = int(np.argwhere(devices == rank)[0, 0])
@@ -46,19 +76,18 @@ def shard(cache: np.ndarray, layout: CacheLayout, rank: int) -> np.ndarray:
 
 def carry_out(transfer: TransferPlan, rng: np.random.Generator, length: int, chunks: list[int]):
     """Run the transfer by its plan. Returns (wrong destination bytes, times written, units)."""
-    layout = transfer.source
+    layout, into = transfer.source, transfer.destination
     rows, need = length - 1, pages_for(length, layout.page_size)
     pool = need + 3
     source_pages = rng.permutation(pool)[:need]
     target_pages = rng.permutation(pool)[:need]
-    shape = (pool, layout.kv_heads, 2, layout.page_size, layout.head_dim, layout.itemsize)
     bounds = sorted({0, rows, *(c % (rows + 1) for c in chunks)})
     issued = wrong = 0
-    times = np.zeros((layout.layers, layout.tp, pool, layout.shard_bytes), np.int64)
+    times = np.zeros((layout.layers, into.tp, pool, into.shard_bytes), np.int64)
     for layer in range(layout.layers):
-        cache = rng.integers(0, 256, shape, dtype=np.uint8)
+        cache = rng.integers(0, 256, cache_shape(layout, pool), dtype=np.uint8)
         source = [shard(cache, layout, r).reshape(pool, -1) for r in range(layout.tp)]
-        target = [np.zeros_like(s) for s in source]
+        target = [np.zeros((pool, into.shard_bytes), np.uint8) for _ in range(into.tp)]
         for begin, end in pairwise(bounds):
             for page in chunk_pages(begin, end, rows, layout.page_size):
                 for u in transfer.units:
@@ -70,36 +99,85 @@ def carry_out(transfer: TransferPlan, rng: np.random.Generator, length: int, chu
                     issued += 1
         moved = np.zeros_like(cache)
         moved[target_pages] = cache[source_pages]
-        for rank in range(layout.tp):
-            wrong += int((target[rank] != shard(moved, layout, rank).reshape(pool, -1)).sum())
+        for rank in range(into.tp):
+            wrong += int((target[rank] != shard(moved, into, rank).reshape(pool, -1)).sum())
     untouched = np.setdiff1d(np.arange(pool), target_pages)
     assert not times[:, :, untouched].any(), "a page of someone else was written"
     return wrong, times[:, :, target_pages], issued
 
 
+pairs = layouts().map(lambda a: (a, dataclasses.replace(a, dp=3 - a.dp))) | latent_pairs()
+
+
 @settings(max_examples=150, deadline=None)
-@given(layouts(), st.integers(2, 23), st.lists(st.integers(0, 99), max_size=4), st.integers(0, 9))
+@given(pairs, st.integers(2, 23), st.lists(st.integers(0, 99), max_size=4), st.integers(0, 9))
 def test_every_byte_once_from_the_right_byte_and_the_count_is_what_is_issued(
-    layout, length, chunks, seed
+    pair, length, chunks, seed
 ):
-    destination = dataclasses.replace(layout, dp=3 - layout.dp)
-    transfer = plan(layout, destination, seed)
+    transfer = plan(*pair, seed)
     check(transfer)
     wrong, times, issued = carry_out(transfer, np.random.default_rng(seed), length, chunks)
     assert wrong == 0
     assert (times == 1).all()
-    assert issued == transfer.expected_units(length)
-    assert transfer.expected_units(length, context_buffers=2) == issued + 2
+    assert issued == transfer.expected_units(length, context=False)
+    contexts = len(transfer.context_sources)
+    assert contexts == pair[1].tp, "each rank that decodes gets the context"
+    assert transfer.expected_units(length, context=True) == issued + contexts
 
 
-@given(layouts(), st.integers(1, 60), st.integers(0, 2**32 - 1))
-def test_the_count_depends_on_neither_seed_nor_grouping_of_ranks(layout, length, seed):
-    transfer = plan(layout, layout, seed)
-    ranks = range(layout.tp)
-    assert transfer.expected_units(length) == plan(layout, layout, 0).expected_units(length)
-    assert transfer.expected_units(length) == sum(
-        transfer.expected_units(length, destination_ranks=[r]) for r in ranks
-    )
+@given(pairs, st.integers(1, 60), st.booleans(), st.integers(0, 2**32 - 1))
+def test_the_count_depends_on_neither_seed_nor_grouping_of_ranks(pair, length, context, seed):
+    transfer = plan(*pair, seed)
+    expected = plan(*pair, 0).expected_units(length, context=context)
+    assert transfer.expected_units(length, context=context) == expected
+    by_rank = [
+        transfer.expected_units(length, context=context, destination_ranks=[r])
+        for r in range(pair[1].tp)
+    ]
+    assert sum(by_rank) == expected
+    assert len(set(by_rank)) == 1
+
+
+@given(latent_pairs(), st.integers(0, 2**32 - 1))
+def test_every_decode_rank_gets_one_latent_copy_from_evenly_used_sources(pair, seed):
+    source, destination = pair
+    transfer = plan(source, destination, seed)
+    assert [u.destination_rank for u in transfer.units] == list(range(destination.tp))
+    assert {u.length for u in transfer.units} == {source.shard_bytes}, "one write a page"
+    used = [0] * source.tp
+    for unit in transfer.units:
+        used[unit.source_rank] += 1
+    assert max(used) - min(used) <= 1
+    if destination.tp >= source.tp:
+        assert min(used) >= 1, "an idle source device"
+    assert transfer.context_sources == tuple(u.source_rank for u in transfer.units)
+    assert plan(source, destination, seed) == transfer
+
+
+def latent(tp: int) -> CacheLayout:
+    return CacheLayout("mla", layers=2, kv_heads=1, head_dim=12, page_size=3, itemsize=2, tp=tp)
+
+
+def sources_of(layouts: tuple[CacheLayout, CacheLayout], seed: int) -> list[int]:
+    return [u.source_rank for u in plan(*layouts, seed).units]
+
+
+def test_over_requests_a_narrow_decode_node_is_served_by_every_source_device():
+    used = [sources_of((latent(8), latent(1)), seed)[0] for seed in range(400)]
+    counts = np.bincount(used, minlength=8)
+    # 50 are expected of each; 5 standard deviations of a fair draw are 33.
+    assert (np.abs(counts - 50) < 33).all(), counts
+
+
+def test_equal_latent_tp_is_a_bijection_that_the_seed_draws():
+    drawn = {tuple(sources_of((latent(4), latent(4)), seed)) for seed in range(300)}
+    assert all(sorted(order) == [0, 1, 2, 3] for order in drawn)
+    assert len(drawn) == 24, "some order is never drawn"
+
+
+def test_the_draw_is_the_same_on_every_machine():
+    """Ranks in the order of what `printf "0 RANK" | b2sum -l 128` prints."""
+    assert sources_of((latent(4), latent(4)), 0) == [1, 0, 3, 2]
 
 
 @given(st.integers(1, 9), st.integers(1, 80), st.lists(st.integers(0, 80), max_size=8))
@@ -148,9 +226,9 @@ MUTATIONS = {
         *u[1:],
     ),
     "halves are swapped": lambda u: (
-        PlanUnit(0, 0, 0, u[0].length // 2, u[0].length // 2),
-        PlanUnit(0, 0, u[0].length // 2, 0, u[0].length // 2),
-        u[1],
+        dataclasses.replace(u[0], destination_offset=u[0].length // 2, length=u[0].length // 2),
+        dataclasses.replace(u[0], source_offset=u[0].length // 2, length=u[0].length // 2),
+        *u[1:],
     ),
 }
 
@@ -163,6 +241,24 @@ def test_a_wrong_plan_is_seen_by_the_check_and_by_carrying_it_out(mutate):
         check(bad)
     wrong, times, _ = carry_out(bad, np.random.default_rng(0), 8, [])
     assert wrong or (times != 1).any()
+
+
+@pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m != "ranks are swapped"])
+@pytest.mark.parametrize("tps", [(2, 2), (2, 1), (1, 3)], ids=str)
+def test_a_wrong_latent_plan_is_seen_too(mutation, tps):
+    """But for swapped source ranks: they hold the same bytes."""
+    good = plan(latent(tps[0]), latent(tps[1]), 7)
+    bad = dataclasses.replace(good, units=MUTATIONS[mutation](good.units))
+    with pytest.raises(ValueError, match="byte"):
+        check(bad)
+    wrong, times, _ = carry_out(bad, np.random.default_rng(0), 8, [])
+    assert wrong or (times != 1).any()
+
+
+@pytest.mark.parametrize("sources", [(), (0,), (0, 1, 0), (0, 2), (0, -1)])
+def test_the_check_wants_a_context_for_each_rank_from_one_that_exists(sources):
+    with pytest.raises(ValueError, match="context_sources"):
+        check(dataclasses.replace(plan(BASE, BASE), context_sources=sources))
 
 
 @pytest.mark.parametrize(
@@ -187,9 +283,10 @@ def test_parts_of_one_page_from_several_sources_pass_the_check():
     one = dataclasses.replace(BASE, tp=1)
     half = BASE.shard_bytes
     units = (PlanUnit(0, 0, 0, 0, half), PlanUnit(1, 0, 0, half, half))
-    check(TransferPlan(BASE, one, units))
+    check(TransferPlan(BASE, one, units, (0,)))
+    bad = TransferPlan(BASE, one, (units[0], dataclasses.replace(units[1], source_rank=0)), (0,))
     with pytest.raises(ValueError, match="byte"):
-        check(TransferPlan(BASE, one, (units[0], dataclasses.replace(units[1], source_rank=0))))
+        check(bad)
 
 
 def test_a_page_longer_than_a_write_is_several_units(monkeypatch):
@@ -200,7 +297,21 @@ def test_a_page_longer_than_a_write_is_several_units(monkeypatch):
     wrong, times, issued = carry_out(transfer, np.random.default_rng(1), 8, [2])
     assert wrong == 0
     assert (times == 1).all()
-    assert issued == transfer.expected_units(8) == 3 * 2 * 2 * 3
+    assert issued == transfer.expected_units(8, context=False) == 3 * 2 * 2 * 3
+
+
+def test_a_latent_page_longer_than_a_write_is_several_units_to_each_rank(monkeypatch):
+    monkeypatch.setattr(transfer_plan, "MAX_UNIT_BYTES", 30)
+    transfer = plan(latent(2), latent(3), 5)
+    for rank in range(3):
+        parts = [u for u in transfer.units if u.destination_rank == rank]
+        assert [(u.source_offset, u.length) for u in parts] == [(0, 30), (30, 30), (60, 12)]
+        assert len({u.source_rank for u in parts}) == 1
+    check(transfer)
+    wrong, times, issued = carry_out(transfer, np.random.default_rng(1), 8, [2])
+    assert wrong == 0
+    assert (times == 1).all()
+    assert issued == transfer.expected_units(8, context=False) == 3 * 3 * 2 * 3
 
 
 def test_replicated_heads_write_their_own_rank():
@@ -226,13 +337,10 @@ def test_layouts_that_cannot_be_mapped_name_the_field_and_both_values(change, te
         plan(BASE, dataclasses.replace(BASE, **change))
 
 
-def test_mla_is_refused_until_it_is_mapped():
-    mla = CacheLayout("mla", layers=2, kv_heads=1, head_dim=12, page_size=3, itemsize=2, tp=2)
-    assert mla.shard_bytes == 3 * 12 * 2
-    with pytest.raises(ValueError, match="mla"):
-        plan(mla, mla)
+def test_a_latent_page_is_whole_on_every_rank_and_no_gqa_page():
+    assert latent(2).shard_bytes == latent(8).shard_bytes == 3 * 12 * 2
     with pytest.raises(ValueError, match="kind: gqa on the prefill node, mla on"):
-        plan(BASE, mla)
+        plan(BASE, latent(2))
 
 
 @pytest.mark.parametrize(
