@@ -34,6 +34,7 @@ class ActiveRequest:
     arrived: float
     rank: int = 0
     lease: Lease | None = None
+    context: int = -1  # its row of the context buffer, if anything was prefilled
     row: DecodeRow | None = None
     generated: int = 0
     failed: bool = False

@@ -52,6 +52,7 @@ class DecodeNode(StepLoop):
         self._release_later: list[ActiveRequest] = []
         self._timings: OrderedDict[str, ActiveRequest] = OrderedDict()
         self._outcomes: Counter[str] = Counter()
+        self._drafts = {"proposed": 0, "accepted": 0} if node.mtp else None
 
     # ---- for the server's event loop -------------------------------------------------------
 
@@ -109,6 +110,7 @@ class DecodeNode(StepLoop):
             "pages": dict(pages),
             "requests": dict(states),
             "outcomes": dict(self._outcomes),
+            **({"drafts": dict(self._drafts)} if self._drafts else {}),
             "compiles_after_warm_up": self.runner.compiles_after_warm_up,
             "failure": self.failure,
             **(self.prefiller.state() if self.prefiller else {}),
@@ -190,6 +192,7 @@ class DecodeNode(StepLoop):
             token=active.request.prompt[last],
             position=last,
             limit=last + active.request.max_tokens - 1,
+            context=active.context,
         )
         self._scheduler.add(active.row)
         active.life.advance(DecodeState.DECODING)
@@ -272,7 +275,7 @@ class DecodeNode(StepLoop):
 
     def _finish(self, result: DecodeResult) -> None:
         """Read a step's tokens and hand them out; rows that ended meanwhile are discarded."""
-        tokens = result.tokens().tolist()
+        tokens, drafts = result.tokens(), result.drafts()
         # What ended before this step was dispatched is released now that it has run.
         ended, self._release_later = self._release_later, []
         wanted = any(
@@ -281,20 +284,32 @@ class DecodeNode(StepLoop):
         )
         scores = result.logprobs() if wanted else None
         now = time.monotonic()
-        for i, (run, token) in enumerate(zip(result.step.runs, tokens, strict=True)):
+        for i, (run, found) in enumerate(zip(result.step.runs, tokens, strict=True)):
             active = self._active.get(run.row.id)
             if active is None or active.row is not run.row:
                 continue
             if active.first_token_at is None:
                 active.first_token_at = now
                 self._timings[active.id] = active
-            self._take(active, i, token, scores)
+            self._scheduler.ran_ahead(run.row, len(found) - 1)
+            if self._drafts is not None:
+                self._drafts["proposed"] += drafts[i] >= 0
+                self._drafts["accepted"] += len(found) - 1
+            for j, token in enumerate(found):
+                self._take(active, (i, j), token, scores)
+                if active.life.over:
+                    break  # the rest was drawn after the end
         for active in ended:
             self._release(active)
 
     def _take(
-        self, active: ActiveRequest, i: int, token: int, scores: tuple[Any, Any, Any] | None
+        self,
+        active: ActiveRequest,
+        at: tuple[int, int],
+        token: int,
+        scores: tuple[Any, Any, Any] | None,
     ) -> None:
+        """Hand out one token; `at` is its place (run, place in the run) in the scores."""
         request = active.request
         if token in request.stop_token_ids:
             self._end(active, DecodeState.FINISHED)
@@ -308,8 +323,8 @@ class DecodeNode(StepLoop):
             n = min(request.sampling.logprobs, MAX_LOGPROBS)
             output = TokenOutput(
                 token,
-                float(chosen[i]),
-                tuple(zip(ids[i, :n].tolist(), logprobs[i, :n].tolist(), strict=True)),
+                float(chosen[at]),
+                tuple(zip(ids[at][:n].tolist(), logprobs[at][:n].tolist(), strict=True)),
                 output.finish_reason,
             )
         if done:

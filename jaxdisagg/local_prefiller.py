@@ -22,6 +22,10 @@ class LocalPrefiller(Prefiller):
         self._node = node
         self._scheduler = PrefillScheduler(node.runner.dp, batch.chunks, batch.prefill_rows)
         self._jobs: dict[str, tuple[ActiveRequest, PrefillJob]] = {}
+        # Rows of the context buffer by dp rank, to draft from; a node that never drafts has none.
+        rows = node.runner.cache.context_rows
+        self._contexts = [list(range(1, rows)) for _ in range(node.runner.dp)]
+        self._drafts = node.node.mtp
         self._in_flight: PrefillResult | None = None
 
     def unavailable(self) -> str | None:
@@ -33,12 +37,14 @@ class LocalPrefiller(Prefiller):
         return None
 
     def has_room(self, active: ActiveRequest) -> bool:
-        """Always: the pages were the only limit."""
-        return True
+        """Whether a context row is free on every dp rank, if the node drafts."""
+        return not self._drafts or all(self._contexts)
 
     def begin(self, active: ActiveRequest) -> None:
         """Queue the prompt's chunks."""
         assert active.lease is not None
+        if self._drafts:
+            active.context = self._contexts[active.rank].pop()
         job = PrefillJob(
             active.id,
             active.rank,
@@ -58,18 +64,24 @@ class LocalPrefiller(Prefiller):
         self._node.prefill_over(active)
 
     def release(self, active: ActiveRequest) -> None:
-        """Nothing was leased beside the pages."""
+        """Give back the context row, if there was one."""
+        if active.context >= 0:
+            self._contexts[active.rank].append(active.context)
+            active.context = -1
 
     def tick(self, now: float) -> bool:
         """Dispatch one prefill step; wait for the one before it, so that few are in flight."""
         step = self._scheduler.next_step()
         previous, self._in_flight = self._in_flight, None
         if step is not None:
+            contexts = {}
             for chunk in step.chunks:
                 active, _ = self._jobs[chunk.job.id]
                 if active.sent_at is None:
                     active.sent_at = now
-            self._in_flight = self._node.runner.prefill(step)
+                if self._drafts:
+                    contexts[active.id] = active.context
+            self._in_flight = self._node.runner.prefill(step, contexts or None)
         if previous is not None:
             previous.wait()
             self._finish(previous)

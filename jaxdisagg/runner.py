@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -18,7 +17,10 @@ from jaxdisagg.cache import PagedCache
 from jaxdisagg.compile_counter import CompileCounter
 from jaxdisagg.config import NodeConfig
 from jaxdisagg.scheduler import DecodeStep, PrefillStep
+from jaxdisagg.speculative_step import SpeculativePrograms
 from jaxdisagg.step import (
+    CONTEXT,
+    LIMIT,
     POSITION,
     SEAT,
     SEED,
@@ -51,24 +53,41 @@ class RowSampling:
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """A dispatched decode step; `index[i]` is where the output of its i-th run is."""
+    """A dispatched decode step; `index[i]` is where the output of its i-th run is.
+
+    A run gives k tokens at most: 1, or 2 with drafts. Reading blocks until the step has run.
+    """
 
     step: DecodeStep
     index: np.ndarray
     outputs: DecodeOutputs
 
-    def tokens(self) -> np.ndarray:
-        """i32 [runs]; blocks until the step has run."""
-        return np.asarray(self.outputs.tokens)[self.index]
+    def tokens(self) -> list[list[int]]:
+        """The tokens of each run, in order; none of a run whose row had reached its limit."""
+        tokens = self._of_runs(self.outputs.tokens).tolist()
+        if self.outputs.counts is None:
+            return tokens
+        counts = np.asarray(self.outputs.counts)[self.index].tolist()
+        return [found[:n] for found, n in zip(tokens, counts, strict=True)]
 
     def logprobs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Logprob of each token f32 [runs], best ids i32 and logprobs f32 [runs, n]."""
+        """Logprob of each token f32 [runs, k], best ids i32 and logprobs f32 [runs, k, n]."""
         out = self.outputs
         return (
-            np.asarray(out.logprobs)[self.index],
-            np.asarray(out.top_ids)[self.index],
-            np.asarray(out.top_logprobs)[self.index],
+            self._of_runs(out.logprobs),
+            self._of_runs(out.top_ids),
+            self._of_runs(out.top_logprobs),
         )
+
+    def drafts(self) -> list[int]:
+        """The token that each run proposed as its second, -1 where none."""
+        if self.outputs.drafts is None:
+            return [-1] * len(self.index)
+        return np.asarray(self.outputs.drafts)[self.index].tolist()
+
+    def _of_runs(self, array: jax.Array) -> np.ndarray:
+        k = 1 if self.outputs.counts is None else 2
+        return np.asarray(array).reshape(-1, k, *array.shape[1:])[self.index]
 
 
 @dataclass(frozen=True)
@@ -112,14 +131,13 @@ class ModelRunner:
             context_rows=context_rows(node),
             hidden_size=config.hidden_size,
         )
-        self.programs = StepPrograms(
+        programs = SpeculativePrograms if config.mtp else StepPrograms
+        self.programs = programs(
             family, config, mesh, rules, page_size=node.cache.page_size, trigger=trigger
         )
         self.compiles = CompileCounter()
         self._warm = 0
-        self._seats = jax.device_put(
-            jnp.zeros(self.dp * (self.seats_per_rank + 1), jnp.int32), self.programs.by_rank
-        )
+        self._seats = self.programs.empty_seats(self.seats_per_rank + 1)
         self._step = 0
 
     @property
@@ -161,6 +179,7 @@ class ModelRunner:
             inputs.tokens[at : at + n, 0] = job.tokens[chunk.begin : chunk.end]
             inputs.tokens[at : at + n, 1] = np.arange(chunk.begin, chunk.end)
             inputs.tokens[at : at + n, 2] = row[r]
+            inputs.tokens[at : at + n, 3] = job.tokens[chunk.begin + 1 : chunk.end + 1]
             held = -(-chunk.end // self.node.cache.page_size)
             inputs.page_table[line, :held] = job.pages[:held]
             inputs.lengths[line] = chunk.end
@@ -180,18 +199,19 @@ class ModelRunner:
             at = row.rank * step.bucket + count[row.rank]
             count[row.rank] += 1
             index[i] = at
-            inputs.ints[at, [SEAT, TOKEN, POSITION, TOP_K]] = (
+            inputs.ints[at, [SEAT, TOKEN, POSITION, LIMIT, CONTEXT, TOP_K]] = (
                 row.seat,
                 run.token,
                 run.position,
+                row.limit,
+                row.context,
                 how.top_k,
             )
             inputs.ints[at, SEED] = np.uint32(how.seed).astype(np.int32)
             inputs.floats[at, [TEMPERATURE, TOP_P]] = how.temperature, how.top_p
-            held = run.position // self.node.cache.page_size + 1
-            inputs.page_table[at, :held] = row.pages[:held]
+            inputs.page_table[at, : len(row.pages)] = row.pages
         outputs = self._run_decode(inputs)
-        for array in (outputs.tokens, outputs.logprobs, outputs.top_ids, outputs.top_logprobs):
+        for array in jax.tree.leaves(outputs):
             array.copy_to_host_async()
         return DecodeResult(step, index, outputs)
 
@@ -211,7 +231,7 @@ class ModelRunner:
 
     def _run_decode(self, inputs: DecodeInputs[np.ndarray]) -> DecodeOutputs:
         self.cache.layers, self._seats, outputs = self.programs.decode(
-            self.params, self.cache.layers, self._seats, self._place(inputs)
+            self.params, self.cache.layers, self._seats, self.cache.context, self._place(inputs)
         )
         return outputs
 
@@ -227,6 +247,6 @@ def context_rows(node: NodeConfig) -> int:
     """Rows of the context buffer per dp rank: one for each request that may hold one, and scratch.
 
     A prefill node holds one per request from its last chunk to its last acknowledgement, a decode
-    node one per request that awaits its prefill.
+    node one per request with pages; a mixed node only needs them to draft from.
     """
-    return 1 if node.role == "mixed" else node.max_requests + 1
+    return 1 if node.role == "mixed" and not node.mtp else node.max_requests + 1

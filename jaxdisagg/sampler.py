@@ -37,6 +37,22 @@ def _local_candidates(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arra
     return best, jnp.take_along_axis(ids, order, axis=1), peak[:, 0] + jnp.log(total)
 
 
+def most_likely(logits: jax.Array, *, mesh: Mesh) -> jax.Array:
+    """The first best token i32 [B] of logits f32 [B, V], sharded as for `sample`."""
+
+    def local(logits: jax.Array) -> jax.Array:
+        best = logits.argmax(-1).astype(jnp.int32)
+        values = jnp.take_along_axis(logits, best[:, None], axis=1)
+        ids = best[:, None] + lax.axis_index(VOCAB_AXES) * logits.shape[-1]
+        values = lax.all_gather(values, VOCAB_AXES, axis=1, tiled=True)
+        ids = lax.all_gather(ids, VOCAB_AXES, axis=1, tiled=True)
+        return jnp.take_along_axis(ids, values.argmax(-1)[:, None], axis=1)[:, 0]
+
+    return shard_map(
+        local, mesh=mesh, in_specs=P("dp", VOCAB_AXES), out_specs=P("dp"), check_vma=False
+    )(logits)
+
+
 def _row_keys(seeds: jax.Array, positions: jax.Array) -> jax.Array:
     return jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(seeds, positions)
 

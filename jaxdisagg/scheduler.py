@@ -23,7 +23,8 @@ def bucket_for(buckets: Sequence[int], needed: int) -> int:
 class PrefillJob:
     """A prompt being prefilled: rows [0, total) of it, of which `scheduled` were put into steps.
 
-    `pages` are its page ids on dp rank `rank`, in the order of the tokens.
+    `tokens` is the whole prompt, one more than `total`; `pages` are its page ids on dp rank `rank`,
+    in the order of the tokens.
     """
 
     id: str
@@ -113,7 +114,11 @@ class DecodeRow:
     """A request in the decode batch: its seat, and the position that its next step runs.
 
     `token` is what that step takes if the host must tell it (the last prompt token, once); after
-    that the token sampled at the seat feeds the next step. `limit` is the last position to run.
+    that the token sampled at the seat feeds the next step. `limit` is the last position to run,
+    `context` the row of the context buffer with the hidden state before it (-1: there is none).
+
+    With drafts a step may give two tokens, and the scheduler learns so one step late: `position` is
+    then the least that the row may be at, and the device, which knows, keeps to `limit`.
     """
 
     id: str
@@ -122,6 +127,7 @@ class DecodeRow:
     token: int
     position: int
     limit: int
+    context: int = -1
     seat: int = -1
     token_given: bool = False
 
@@ -181,8 +187,12 @@ class DecodeScheduler:
         elif row in rank.waiting:
             rank.waiting.remove(row)
 
+    def ran_ahead(self, row: DecodeRow, tokens: int) -> None:
+        """A step of the row gave this many tokens more than the one that was counted on."""
+        row.position += tokens
+
     def next_step(self) -> DecodeStep | None:
-        """One token of every seated row that has not reached its limit; None if there is none."""
+        """One run of every seated row that has not reached its limit; None if there is none."""
         runs: list[DecodeRun] = []
         most = 0
         for rank in self._ranks:

@@ -60,7 +60,7 @@ def prefill_run(runner: "ModelRunner", tokens: int, earlier: int) -> Callable[[]
     def run() -> None:
         scheduler = PrefillScheduler(runner.dp, (tokens,), node.batch.prefill_rows)
         for rank in range(runner.dp):
-            prompt = np.ones(tokens + earlier, np.int32)
+            prompt = np.ones(tokens + earlier + 1, np.int32)
             scheduler.add(
                 PrefillJob(str(rank), rank, prompt, ids, tokens + earlier, scheduled=earlier)
             )

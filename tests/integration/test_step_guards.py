@@ -92,7 +92,8 @@ def compiled(runner, program):
         return runner.programs.prefill.lower(*arguments).compile()
     inputs = jax.device_put(empty_decode(runner.dp, 2, runner.width, 2), place)
     seats = jax.device_put(np.zeros(runner.dp * 3, np.int32), place)
-    return runner.programs.decode.lower(runner.params, runner.cache.layers, seats, inputs).compile()
+    arguments = (runner.params, runner.cache.layers, seats, runner.cache.context, inputs)
+    return runner.programs.decode.lower(*arguments).compile()
 
 
 @pytest.mark.parametrize("program", ["prefill", "decode"])
@@ -143,7 +144,7 @@ def test_one_call_per_device_and_layer_in_order(runner):
 def run_prefill(runner):
     scheduler = PrefillScheduler(runner.dp, (TOKENS,), 8)
     for rank in range(runner.dp):
-        job = PrefillJob(str(rank), rank, np.arange(32), np.array([1, 2], np.uint32), 32)
+        job = PrefillJob(str(rank), rank, np.arange(33), np.array([1, 2], np.uint32), 32)
         scheduler.add(job)
     step = scheduler.next_step()
     assert step is not None
