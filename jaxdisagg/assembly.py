@@ -12,13 +12,13 @@ from jaxdisagg.decode_node import DecodeNode
 from jaxdisagg.event_pump import EventPump
 from jaxdisagg.local_prefiller import LocalPrefiller
 from jaxdisagg.messages import NodeHello, encode
+from jaxdisagg.model_fit import cache_layout
 from jaxdisagg.model_loading import LoadedModel
 from jaxdisagg.prefill_messenger import PrefillMessenger
 from jaxdisagg.prefill_node import PrefillNode
 from jaxdisagg.registration import register_cache
 from jaxdisagg.runner import ModelRunner
 from jaxdisagg.sampler import MAX_LOGPROBS
-from jaxdisagg.transfer_plan import CacheLayout
 from models.interface import Hook
 
 Progress = Callable[[str], None]
@@ -44,7 +44,6 @@ def _runner(node: NodeConfig, model: LoadedModel, trigger: Hook | None = None) -
 def _hello(
     node: NodeConfig, model: LoadedModel, runner: ModelRunner, engine: TransferEngine
 ) -> NodeHello:
-    spec = runner.cache.spec
     regions, contexts = register_cache(engine, runner.cache, source=node.role == "prefill")
     return NodeHello(
         role="prefill" if node.role == "prefill" else "decode",
@@ -52,20 +51,12 @@ def _hello(
         epoch=engine.epoch,
         model=model.fingerprint,
         dtype=model.config.dtype,
-        layout=CacheLayout(
-            kind=spec.kind,
-            layers=spec.num_layers,
-            kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            page_size=node.cache.page_size,
-            itemsize=runner.cache.layers[0].dtype.itemsize,
-            tp=node.mesh.tp,
-            dp=node.mesh.dp,
-        ),
+        layout=cache_layout(node, runner.cache.spec),
         num_pages=node.cache.pages,
         max_model_len=node.batch.max_model_len,
         regions=regions,
         contexts=contexts,
+        mtp=node.mtp,
     )
 
 

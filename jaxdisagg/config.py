@@ -180,11 +180,13 @@ class ServeConfig:
         self._check_pairs()
 
     def _check_pairs(self) -> None:
-        """What HELLO would refuse after the warm-up of both nodes is refused here at once."""
+        """What HELLO would refuse after the warm-up of both nodes is refused here at once.
+
+        What depends on the model too, such as unequal tp, is `model_fit.check_nodes`'s.
+        """
         apart = [node for node in self.nodes if node.role != "mixed"]
         for node in apart[1:]:
             for name, one, other in (
-                ("tp", apart[0].mesh.tp, node.mesh.tp),
                 ("page_size", apart[0].cache.page_size, node.cache.page_size),
                 ("dtype", apart[0].dtype, node.dtype),
                 ("mtp", apart[0].mtp, node.mtp),

@@ -75,11 +75,13 @@ class Deployment:
     def start(self) -> None:
         """Start everything; returns once every decode node can serve.
 
-        Raises DeploymentError, with everything stopped again, if a node says what is wrong, ends,
-        or is not ready in time. Raises ValueError if the router's port cannot be had.
+        Raises DeploymentError, with everything stopped again, if a node does not fit its model or
+        its peers (before any process is started), says what is wrong, ends, or is not ready in
+        time. Raises ValueError if the router's port cannot be had.
         """
-        self.url = self._router.start(self.config.host, self.config.port)
         try:
+            self._check_fit()
+            self.url = self._router.start(self.config.host, self.config.port)
             for node in self.config.nodes:
                 self.nodes.append(self._spawn(replace(node, router=self.url)))
             self._wait_ready(time.monotonic() + START_SECONDS)
@@ -87,6 +89,15 @@ class Deployment:
         except BaseException:
             self.stop()
             raise
+
+    def _check_fit(self) -> None:
+        # Imported here: jax takes a second, and a wrong option or `--help` needs none of it.
+        from jaxdisagg.model_fit import check_nodes
+
+        try:
+            check_nodes(self.config.nodes)
+        except (FileNotFoundError, ValueError) as error:
+            raise DeploymentError(str(error)) from None
 
     def _spawn(self, node: NodeConfig) -> NodeProcess:
         process = subprocess.Popen(

@@ -7,11 +7,12 @@ import jax
 from jax.sharding import Mesh
 
 from jaxdisagg.config import DEFAULT_MODEL_LEN, NodeConfig
-from jaxdisagg.mesh import expert_axes, make_mesh
+from jaxdisagg.mesh import make_mesh
+from jaxdisagg.model_fit import fit_model
 from models.checkpoint import load_params, weights_fingerprint
 from models.interface import ModelConfig, ModelFamily, Params
 from models.registry import load_config
-from models.sharding import ShardingRules, load_rules, make_rules
+from models.sharding import ShardingRules
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,13 @@ def load_model(node: NodeConfig, devices: Sequence[jax.Device] | None = None) ->
     Raises FileNotFoundError or ValueError, for a person to read, when the folder, the mesh, the
     rules or the limits do not fit.
     """
-    family, config = load_config(node.model)
-    config = replace(config, dtype=node.dtype, mtp=node.mtp)
-    if node.batch.max_model_len > config.max_position:
-        raise ValueError(
-            f"max_model_len={node.batch.max_model_len} exceeds the model's "
-            f"max_position_embeddings={config.max_position}"
-        )
-    experts = expert_axes(tp=node.mesh.tp, dp=node.mesh.dp, ep=node.mesh.ep)
-    rules = make_rules(experts) if node.rules is None else load_rules(node.rules, experts)
-    kv_heads = family.cache_spec(config).num_kv_heads
-    mesh = make_mesh(tp=node.mesh.tp, dp=node.mesh.dp, kv_heads=kv_heads, devices=devices)
+    fit = fit_model(node)
+    config, rules = fit.config, fit.rules
+    mesh = make_mesh(
+        tp=node.mesh.tp, dp=node.mesh.dp, kv_heads=fit.layout.kv_heads, devices=devices
+    )
     params = load_params(node.model, config, mesh, rules)
-    fingerprint = f"{config.fingerprint()}-{weights_fingerprint(node.model)}"
-    return LoadedModel(node.model.resolve().name, family, config, params, mesh, rules, fingerprint)
+    architecture = replace(config, mtp=False).fingerprint()  # HELLO names mtp by itself
+    fingerprint = f"{architecture}-{weights_fingerprint(node.model)}"
+    name = node.model.resolve().name
+    return LoadedModel(name, fit.family, config, params, mesh, rules, fingerprint)

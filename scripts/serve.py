@@ -65,6 +65,7 @@ def main(
     max_model_len: Annotated[int, typer.Option(help="0: the model's, at most 2048")] = 0,
     chunks: Annotated[str, typer.Option(help="token buckets of a prefill step")] = "64,256",
     batch: Annotated[str, typer.Option(help="row buckets of a decode step")] = "2,8",
+    mtp: Annotated[bool, typer.Option(help="load the model's MTP module to draft tokens")] = False,
     provider: Annotated[str, typer.Option(help="libfabric provider")] = "auto",
     rules: Annotated[Path | None, typer.Option(help="sharding rules, TOML")] = None,
     log_level: str = "WARNING",
@@ -89,6 +90,7 @@ def main(
             host=host or "127.0.0.1",
             provider=provider,
             rules=rules,
+            mtp=mtp,
         )
         if config is not None and (prefill or decode or mixed):
             raise ValueError("--config describes the nodes: use it without --prefill, ...")

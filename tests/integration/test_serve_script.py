@@ -75,7 +75,7 @@ def test_options_that_cannot_work(serving_folder, arguments, message):
 def test_unequal_tp_is_refused_by_name(serving_folder):
     output = refused("--model", str(serving_folder), "--port", "0", *SMALL,
                      "--prefill", "tp=2", "--decode", "tp=1")  # fmt: skip
-    assert "tp: 2 at prefill-0, 1 at decode-0" in output
+    assert "prefill-0 and decode-0: tp: 2 on the prefill node, 1 on the decode node" in output
 
 
 def test_ports_in_use(serving_folder):

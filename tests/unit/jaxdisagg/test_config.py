@@ -70,7 +70,7 @@ def test_cpu_lists():
         (lambda: NodeConfig(role="decode", model=Path("m"), dtype="fp8"), "dtype='fp8' must be"),
         (lambda: ServeConfig(nodes=(BASE,)), "decode nodes need at least one prefill node"),
         (lambda: ServeConfig(nodes=()), "at least one decode or mixed node"),
-        (lambda: apart(mesh=MeshConfig(tp=2)), "tp: 1 at p, 2 at d"),
+        (lambda: apart(mtp=True), "mtp: False at p, True at d"),
         (lambda: apart(cache=CacheConfig(page_size=32)), "page_size: 16 at p, 32 at d"),
         (lambda: apart(id="p"), "'p' names more than one node"),
         (lambda: replace(BASE, id=""), "id='' must not be empty"),
