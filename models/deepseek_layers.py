@@ -1,8 +1,10 @@
 """The layers of DeepSeek-V3: what parameters they have, and one layer of a step."""
 
+import functools
+
 import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from models.attention import call_hook, output_projection
 from models.deepseek_config import DeepSeekConfig
@@ -122,16 +124,24 @@ def _experts(
     rules: ShardingRules,
 ) -> jax.Array:
     """h [dp*T, D] through the experts of a layer, sharded like the residual stream."""
-    ids, weights = route_sigmoid_grouped(
-        h,
-        p("mlp.router"),
-        p("mlp.bias"),
-        config.experts_per_token,
+    route = functools.partial(
+        route_sigmoid_grouped,
+        k=config.experts_per_token,
         groups=config.groups,
         top_groups=config.top_groups,
         normalise=config.normalise_weights,
         scale=config.weight_scale,
     )
+    # On local shards: left to itself, the compiler gathers the tokens of all dp ranks for a top_k.
+    tokens = rules.spec("batch")
+    local_route = jax.shard_map(
+        route,
+        mesh=mesh,
+        in_specs=(tokens, PartitionSpec(), PartitionSpec()),
+        out_specs=(tokens, tokens),
+        check_vma=False,
+    )
+    ids, weights = local_route(h, p("mlp.router"), p("mlp.bias"))
     experts = (p("mlp.experts.gate"), p("mlp.experts.up"), p("mlp.experts.down"))
     shared = None
     if config.shared_experts:

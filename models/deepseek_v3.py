@@ -63,18 +63,19 @@ class DeepSeekFamily:
     def check_mesh(self, config: DeepSeekConfig, mesh: Mesh, rules: ShardingRules) -> None:
         """Raise ValueError naming each field that the mesh does not divide."""
         c = config
-        rules.check(
-            mesh,
-            {
-                "heads": ("num_attention_heads", c.attention.heads),
-                "ffn": ("intermediate_size", c.ffn_size),
-                "experts": ("n_routed_experts", c.num_experts),
-                "expert_ffn": ("moe_intermediate_size", c.expert_ffn),
-                "vocab": ("vocab_size", c.vocab_size),
-                "embed": ("hidden_size", c.hidden_size),
-            },
-            {"ffn": ("moe_intermediate_size * n_shared_experts", c.shared_ffn)},
-        )
+        dense, experts, shared = {}, {}, {}
+        if c.dense_layers:
+            dense["ffn"] = ("intermediate_size", c.ffn_size)
+        if c.dense_layers < c.num_layers or c.mtp:
+            experts["experts"] = ("n_routed_experts", c.num_experts)
+            experts["expert_ffn"] = ("moe_intermediate_size", c.expert_ffn)
+            shared["ffn"] = ("moe_intermediate_size * n_shared_experts", c.shared_ffn)
+        everywhere = {
+            "heads": ("num_attention_heads", c.attention.heads),
+            "vocab": ("vocab_size", c.vocab_size),
+            "embed": ("hidden_size", c.hidden_size),
+        }
+        rules.check(mesh, everywhere, dense, experts, shared)
 
     def forward(
         self,
