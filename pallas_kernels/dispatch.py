@@ -47,3 +47,15 @@ def check_paged(q: jax.Array, cache: jax.Array, page_table: jax.Array) -> None:
             f"q {q.shape} does not fit cache {cache.shape}: head dims must be equal, query heads a "
             f"multiple of KV heads, and the cache's third axis must be K and V"
         )
+
+
+def check_latent(q: jax.Array, cache: jax.Array, page_table: jax.Array) -> None:
+    """Raise ValueError unless q [., N, .], cache [P, Z, R+C] and page_table [., W] have these axes.
+
+    Which widths fit is for each operation to check.
+    """
+    if q.ndim != 3 or cache.ndim != 3 or page_table.ndim != 2:
+        raise ValueError(
+            f"expected q [., N, .], cache [P, Z, R+C], page_table [., W]; got "
+            f"{q.shape}, {cache.shape}, {page_table.shape}"
+        )

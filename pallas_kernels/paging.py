@@ -41,3 +41,21 @@ def read_block(
     positions = first * page_size + jnp.arange(count * page_size)
     live = positions[None, :] < lengths[:, None]
     return k, jnp.where(live[:, None, :, None], v, 0), live
+
+
+def read_latent_block(
+    cache: jax.Array, pages: jax.Array, first: jax.Array, lengths: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Latent rows of some consecutive pages of each table row, and which of them are live.
+
+    cache [P, Z, R+C]; pages [B, M] page ids of the pages `first`, first+1, ... of each row; lengths
+    [B]. Returns (latents [B, M*Z, R+C] in the cache's dtype, live [B, M*Z]). Tokens at or past a
+    row's length are not live and all zero, whatever the page holds: a product with a NaN is a NaN.
+    So entries of pages past the length may be anything, out of range included.
+    """
+    rows, count = pages.shape
+    _, page_size, width = cache.shape
+    latents = cache.at[pages].get(mode="clip").reshape(rows, count * page_size, width)
+    positions = first * page_size + jnp.arange(count * page_size)
+    live = positions[None, :] < lengths[:, None]
+    return jnp.where(live[..., None], latents, 0), live

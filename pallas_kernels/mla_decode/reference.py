@@ -1,0 +1,26 @@
+"""Latent decode attention written plainly: gather all pages, mask, softmax. The truth for tests."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paging import MASKED
+
+
+def mla_decode(
+    q: jax.Array,
+    cache: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    latent: int,
+) -> jax.Array:
+    """As `api.mla_decode`, in f32 throughout."""
+    rows = cache.astype(jnp.float32)[page_table].reshape(len(q), -1, cache.shape[2])  # [B, S, R+C]
+    live = jnp.arange(rows.shape[1]) < lengths[:, None]  # [B, S]
+    rows = jnp.where(live[..., None], rows, 0)
+    scores = jnp.einsum("bnw,bsw->bns", q.astype(jnp.float32), rows, precision="highest") * scale
+    # MASKED, not -inf: a row of length 0 weighs its zeros evenly and gives 0, not NaN.
+    weights = jax.nn.softmax(jnp.where(live[:, None], scores, MASKED))
+    out = jnp.einsum("bns,bsr->bnr", weights, rows[..., :latent], precision="highest")
+    return out.astype(q.dtype)
