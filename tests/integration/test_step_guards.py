@@ -16,6 +16,7 @@ import pytest
 from hlo_guard import check_in_place, count
 from nodes import node_config, wait_until
 from repository import load_script
+from scripted_drafts import load_with_drafts
 from serving_model import CONFIG
 
 from ffi_transport.engine import TransferEngine
@@ -60,18 +61,19 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def runner(request, folder, engine):
-    tp, dp, dtype = request.param
+    tp, dp, dtype, *drafts = request.param
     node = node_config(
         "mixed",
         folder,
         tp=tp,
         dp=dp,
         dtype=dtype,
+        mtp=bool(drafts),
         # a cache shard bigger than any activation or weight of these steps
         cache=CacheConfig(page_size=16, pages=1024),
         batch=BatchConfig(chunks=(TOKENS,), decode_rows=(2,), max_model_len=128),
     )
-    model = load_model(node)
+    model = (load_with_drafts if drafts else load_model)(node, jax.devices()[: tp * dp])
     return ModelRunner(
         node,
         model.family,
@@ -91,7 +93,7 @@ def compiled(runner, program):
         arguments = (runner.params, runner.cache.layers, runner.cache.context, step, inputs)
         return runner.programs.prefill.lower(*arguments).compile()
     inputs = jax.device_put(empty_decode(runner.dp, 2, runner.width, 2), place)
-    seats = jax.device_put(np.zeros(runner.dp * 3, np.int32), place)
+    seats = runner.programs.empty_seats(3)
     arguments = (runner.params, runner.cache.layers, seats, runner.cache.context, inputs)
     return runner.programs.decode.lower(*arguments).compile()
 
@@ -107,6 +109,10 @@ def compiled(runner, program):
         )
         for tp, dp in MESHES
         for dtype in ("float32", "bfloat16")
+    ]
+    + [
+        pytest.param((1, 1, "bfloat16", "drafts"), id="tp1-dp1-drafts", marks=pytest.mark.slow),
+        pytest.param((2, 2, "float32", "drafts"), id="tp2-dp2-drafts"),
     ],
     indirect=True,
 )
@@ -121,7 +127,12 @@ def test_caches_and_weights_stay_where_they_are(runner, program):
         assert count(executable.as_text(), "all-reduce") <= 2 * layers + 1
 
 
-@pytest.mark.parametrize("runner", [(4, 2, "float32")], indirect=True, ids=["tp4-dp2"])
+@pytest.mark.parametrize(
+    "runner",
+    [(4, 2, "float32"), (4, 2, "float32", "drafts")],
+    indirect=True,
+    ids=["tp4-dp2", "tp4-dp2-drafts"],
+)
 def test_one_call_per_device_and_layer_in_order(runner):
     with TransferEngine(EngineConfig(provider="loopback", trace=True)) as engine:
         runner.programs._trigger = make_trigger(engine.index)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -15,12 +15,14 @@ from jaxdisagg.api import GenerationRequest, RequestTiming, SamplingParams
 from jaxdisagg.assembly import DecodeParts, MixedParts, PrefillParts
 from jaxdisagg.config import BatchConfig, CacheConfig, MeshConfig, NodeConfig, Timeouts
 from jaxdisagg.decode_node import DecodeNode
-from jaxdisagg.model_loading import load_model
+from jaxdisagg.model_loading import LoadedModel, load_model
 from jaxdisagg.page_pool import PagePool
 
 PAGE = 16
 CHUNK = 64
 WAIT_SECONDS = 30.0
+
+Load = Callable[[NodeConfig, Sequence[jax.Device]], LoadedModel]
 
 
 def node_config(
@@ -107,7 +109,8 @@ def engine_for(node: NodeConfig, **more: Any) -> TransferEngine:
 class Pair:
     """A prefill node and a decode node on different devices of this process.
 
-    What `tp`, `dp` and `ep` say of both, `prefill` and `decode` may say otherwise of one.
+    What `tp`, `dp` and `ep` say of both, `prefill` and `decode` may say otherwise of one. `load`
+    may put another model in place of the folder's.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class Pair:
         shuffle: bool = False,
         trace: bool = False,
         connected: bool = True,
+        load: Load = load_model,
         prefill: dict[str, Any] | None = None,
         decode: dict[str, Any] | None = None,
         **both: Any,
@@ -130,10 +134,10 @@ class Pair:
         devices = jax.devices()
         n = p.mesh.devices
         self.prefill = PrefillParts(
-            p, load_model(p, devices[:n]), engine_for(p, trace=trace), lambda _: None
+            p, load(p, devices[:n]), engine_for(p, trace=trace), lambda _: None
         )
         self.decode = DecodeParts(
-            d, load_model(d, devices[n : n + d.mesh.devices]), engine_for(d), lambda _: None
+            d, load(d, devices[n : n + d.mesh.devices]), engine_for(d), lambda _: None
         )
         if shuffle:  # page ids that differ on both sides and have no neighbours
             for seed, node in enumerate((self.prefill.node, self.decode.node)):
@@ -168,9 +172,7 @@ class Pair:
         self.close()
 
 
-def mixed(model: Path, **more: Any) -> MixedParts:
+def mixed(model: Path, *, load: Load = load_model, **more: Any) -> MixedParts:
     """A mixed node on the first devices of this process; `more` is `node_config`'s."""
     config = node_config("mixed", model, **more)
-    return MixedParts(
-        config, load_model(config, jax.devices()[: config.mesh.devices]), lambda _: None
-    )
+    return MixedParts(config, load(config, jax.devices()[: config.mesh.devices]), lambda _: None)
