@@ -1,7 +1,12 @@
-"""Hugging Face safetensors into sharded device arrays, each shard read straight from the file."""
+"""A model folder into sharded device arrays: each device's shard is made and put there by itself.
+
+The folder holds Hugging Face safetensors, which this module reads, or the native form
+(`models.native`).
+"""
 
 import hashlib
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax
@@ -9,9 +14,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from models.interface import HFSource, ModelConfig, ModelFamily, Params, ParamSpec
-from models.registry import family_of
+from models.load_stats import AnonymousMemory, LoadStats, device_bytes
+from models.quantization import SCALE_SUFFIX, BlockFp8, read_quantization
+from models.registry import family_of, read_json_object
 from models.safetensors_files import DTYPES, StoredTensor, list_tensors
 from models.sharding import ShardingRules
+from models.tensor_views import BlockFp8View, PlainView, TensorView
+
+_PROBLEMS_SHOWN = 50
+_COMPARED_BYTES = 1 << 24  # of two tensors that must be equal, at a time
+_FP8 = "F8_E4M3"
+_UNQUANTIZED = tuple(name for name in DTYPES if name != _FP8)
 
 
 def load_params(path: str | Path, config: ModelConfig, mesh: Mesh, rules: ShardingRules) -> Params:
@@ -19,16 +32,33 @@ def load_params(path: str | Path, config: ModelConfig, mesh: Mesh, rules: Shardi
 
     Raises FileNotFoundError when weight files are missing; ValueError when a file is no
     safetensors file, when the mesh does not fit, and once, with the whole list, when tensors are
-    missing, unknown, misshapen or of an unsupported dtype.
+    missing, unknown, misshapen or of an unsupported dtype, or copies that should be equal are not.
     """
-    folder = Path(path)
-    family = family_of(config)
-    family.check_mesh(config, mesh, rules)
-    specs = family.abstract_params(config)
-    stored = list_tensors(folder)
-    ignored = {name for name in stored if family.ignores_tensor(config, name)}
-    _check(folder, specs, {n: t for n, t in stored.items() if n not in ignored})
-    return {name: _load(stored, spec, mesh, rules) for name, spec in specs.items()}
+    checkpoint = SafetensorsCheckpoint(Path(path), config, mesh, rules)
+    return checkpoint.load(checkpoint.specs)
+
+
+def load_measured(
+    path: str | Path, config: ModelConfig, mesh: Mesh, rules: ShardingRules
+) -> tuple[Params, LoadStats]:
+    """`load_params`, and what it took."""
+    begin = time.perf_counter()
+    with AnonymousMemory() as memory:
+        params = jax.block_until_ready(load_params(path, config, mesh, rules))
+    seconds = time.perf_counter() - begin
+    on_host = device_bytes(params.values(), "cpu")
+    specs = family_of(config).abstract_params(config).values()
+    return params, LoadStats(
+        parameters=sum(p.size for p in params.values()),
+        device_bytes=device_bytes(params.values()),
+        seconds=seconds,
+        largest_tensor=max(
+            int(np.prod(source.shape)) * np.dtype(spec.dtype).itemsize
+            for spec in specs
+            for source in spec.sources
+        ),
+        host_peak=None if memory.peak is None else max(0, memory.peak - on_host),
+    )
 
 
 def shared_tensors(family: ModelFamily, config: ModelConfig) -> dict[str, str]:
@@ -58,52 +88,141 @@ def weights_fingerprint(path: str | Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _check(
-    folder: Path, specs: Mapping[str, ParamSpec], stored: Mapping[str, StoredTensor]
+class SafetensorsCheckpoint:
+    """A folder of Hugging Face safetensors, checked against a config; it raises as `load_params`.
+
+    `specs` are the parameters by name, each of which can be loaded by itself.
+    """
+
+    def __init__(self, folder: Path, config: ModelConfig, mesh: Mesh, rules: ShardingRules) -> None:
+        family = family_of(config)
+        family.check_mesh(config, mesh, rules)
+        self.specs = family.abstract_params(config)
+        self._mesh, self._rules = mesh, rules
+        self._block = read_quantization(read_json_object(folder / "config.json"))
+        self._stored = list_tensors(folder)
+        copies = shared_tensors(family, config)
+        expected = {s.name: s.shape for spec in self.specs.values() for s in spec.sources}
+        kept = {
+            name: tensor
+            for name, tensor in self._stored.items()
+            if name not in copies
+            and not family.ignores_tensor(config, name)
+            and not family.ignores_tensor(config, name.removesuffix(SCALE_SUFFIX))
+        }
+        problems = [
+            *_misfits(expected, kept, self._block),
+            *_unequal_copies(copies, self._stored),
+        ]
+        if problems:
+            raise ValueError(_listed(folder, problems))
+
+    def load(self, names: Iterable[str]) -> Params:
+        """The parameters of these names on their devices."""
+        return {name: self._load(self.specs[name]) for name in names}
+
+    def _load(self, spec: ParamSpec) -> jax.Array:
+        """One parameter; a shard is made once, and copied for its replicas."""
+        views = [self._view(source) for source in spec.sources]
+        sharding = self._rules.sharding(self._mesh, spec.axes)
+        devices: dict[tuple[slice, ...], list[jax.Device]] = {}
+        for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
+            devices.setdefault(index or (slice(None),) * len(spec.shape), []).append(device)
+        arrays = []
+        for index, replicas in devices.items():
+            shape = tuple(len(range(*i.indices(n))) for i, n in zip(index, spec.shape, strict=True))
+            first = _aligned(shape, np.dtype(spec.dtype))
+            _fill(first, views, index, stacked=spec.stacked)
+            for device in replicas:
+                shard = first
+                if device != replicas[0]:
+                    shard = _aligned(shape, first.dtype)
+                    shard[...] = first
+                # Waiting keeps the shards of one device at a time on the host.
+                arrays.append(jax.device_put(shard, device).block_until_ready())
+        return jax.make_array_from_single_device_arrays(spec.shape, sharding, arrays)
+
+    def _view(self, source: HFSource) -> TensorView:
+        tensor = self._stored[source.name]
+        if tensor.dtype != _FP8 or self._block is None:
+            return PlainView(tensor.open(), source)
+        scales = self._stored[source.name + SCALE_SUFFIX].open().astype(np.float32)
+        return BlockFp8View(tensor.open(), scales, self._block, source)
+
+
+def _fill(
+    shard: np.ndarray, views: list[TensorView], index: tuple[slice, ...], *, stacked: bool
 ) -> None:
-    """Raise one ValueError that lists everything in which the files differ from the model."""
-    expected = {s.name: s.shape for spec in specs.values() for s in spec.sources}
-    problems = [f"missing: {n} {list(shape)}" for n, shape in expected.items() if n not in stored]
+    """Read one shard of a parameter, from one tensor or from the stacked ones it covers."""
+    if not stacked:
+        views[0].read(index, shard)
+        return
+    for view, out in zip(views[index[0]], shard, strict=True):
+        view.read(index[1:], out)
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array at an address from which the CPU back end takes it without a copy."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.empty(size + 64, np.uint8)
+    begin = -raw.ctypes.data % 64
+    return raw[begin : begin + size].view(dtype).reshape(shape)
+
+
+def _misfits(
+    expected: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, StoredTensor],
+    block: BlockFp8 | None,
+) -> list[str]:
+    """A line for everything in which the files differ from the model."""
+    scales = {
+        name + SCALE_SUFFIX: block.grid(tensor.shape)
+        for name, tensor in stored.items()
+        if block is not None and tensor.dtype == _FP8 and len(tensor.shape) == 2
+    }
+    shapes = {**expected, **{n: s for n, s in scales.items() if n not in expected}}
+    problems = [f"missing: {n} {list(shape)}" for n, shape in shapes.items() if n not in stored]
     for name, tensor in stored.items():
-        if name not in expected:
+        if name not in shapes:
             problems.append(f"unknown: {name} {list(tensor.shape)}")
-        elif tensor.shape != expected[name]:
+        elif tensor.shape != shapes[name]:
             problems.append(
-                f"misshapen: {name} {list(tensor.shape)}, expected {list(expected[name])}"
+                f"misshapen: {name} {list(tensor.shape)}, expected {list(shapes[name])}"
             )
-        elif tensor.dtype not in DTYPES:
-            problems.append(f"dtype {tensor.dtype}: {name} (supported: {', '.join(DTYPES)})")
-    if problems:
-        raise ValueError(
-            f"{folder}: the tensors do not fit the config ({len(problems)} problems):\n  "
-            + "\n  ".join(problems)
-        )
+        elif tensor.dtype == _FP8 and name not in scales:
+            if block is None:
+                problems.append(f"dtype {_FP8}: {name} (config.json has no quantization_config)")
+            elif len(tensor.shape) != 2:
+                problems.append(f"dtype {_FP8}: {name} (only matrices can be in fp8)")
+        elif tensor.dtype not in _UNQUANTIZED:
+            problems.append(f"dtype {tensor.dtype}: {name} (supported: {', '.join(_UNQUANTIZED)})")
+    return problems
 
 
-def _view(tensor: StoredTensor, source: HFSource) -> np.ndarray:
-    """The part of a stored tensor that a parameter is made of, in the parameter's order."""
-    view = tensor.open().reshape(source.view)
-    if source.take is not None:
-        axis, begin, end = source.take
-        view = view[(slice(None),) * axis + (slice(begin, end),)]
-    return view.transpose(source.order)
+def _unequal_copies(copies: Mapping[str, str], stored: Mapping[str, StoredTensor]) -> list[str]:
+    """A line for every stored copy that is not byte for byte the tensor in whose place it is."""
+    return [
+        f"unequal: {copy} should be a copy of {main}"
+        for copy, main in copies.items()
+        if copy in stored and main in stored and not _equal(stored[copy], stored[main])
+    ]
 
 
-def _load(
-    stored: Mapping[str, StoredTensor], spec: ParamSpec, mesh: Mesh, rules: ShardingRules
-) -> jax.Array:
-    """One parameter; each device's slice is read, converted and put there on its own."""
-    views = [_view(stored[source.name], source) for source in spec.sources]
+def _equal(a: StoredTensor, b: StoredTensor) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape) or a.dtype not in DTYPES:
+        return False
+    x, y = (t.open().reshape(-1).view(np.uint8) for t in (a, b))
+    return all(
+        np.array_equal(x[i : i + _COMPARED_BYTES], y[i : i + _COMPARED_BYTES])
+        for i in range(0, len(x), _COMPARED_BYTES)
+    )
 
-    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        index = index or (slice(None),) * len(spec.shape)
-        # A copy in every case: jax may keep what it is given, and must not keep a mapped file.
-        if spec.stacked:
-            parts = [view[index[1:]] for view in views[index[0]]]
-            out = np.empty((len(parts), *parts[0].shape), spec.dtype)
-            for i, part in enumerate(parts):
-                out[i] = part
-            return out
-        return np.array(views[0][index], dtype=spec.dtype, order="C", copy=True)
 
-    return jax.make_array_from_callback(spec.shape, rules.sharding(mesh, spec.axes), shard)
+def _listed(folder: Path, problems: list[str]) -> str:
+    shown = problems[:_PROBLEMS_SHOWN]
+    if len(problems) > len(shown):
+        shown.append(f"... and {len(problems) - len(shown)} more")
+    return (
+        f"{folder}: the tensors do not fit the config ({len(problems)} problems):\n  "
+        + "\n  ".join(shown)
+    )

@@ -14,11 +14,35 @@ from repository import load_script
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from models.checkpoint import load_params, weights_fingerprint
+from models.checkpoint import load_measured, load_params, weights_fingerprint
 from models.registry import load_config
 from models.sharding import DEFAULT_RULES, make_rules
 
 CONFIG = MODELS["qwen3_untied"][0]
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_nextn_predict_layers": 1,
+}
 WEIGHTS = "model.safetensors"
 Q = "model.layers.1.self_attn.q_proj.weight"
 O = "model.layers.1.self_attn.o_proj.weight"
@@ -113,6 +137,85 @@ def test_everything_wrong_is_listed_at_once(tmp_path: Path):
     assert f"misshapen: {O} [64, 255], expected [64, 256]" in text
     assert "unknown: model.layers.7.mlp.gate_proj.bias [3]" in text
     assert "dtype I32: lm_head.weight" in text
+
+
+def test_a_long_list_is_cut(tmp_path: Path):
+    tensors = load_file(write(tmp_path) / WEIGHTS)
+    extra = {f"extra.{i}": np.zeros(1, np.float32) for i in range(70)}
+    save_file({**tensors, **extra}, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match="70 problems") as error:
+        load(tmp_path)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 52
+    assert lines[-1].strip() == "... and 20 more"
+
+
+def test_missing_experts_are_named(tmp_path: Path):
+    tensors = load_file(write(tmp_path, **EXPERTS) / WEIGHTS)
+    names = [f"model.layers.1.mlp.experts.{e}.up_proj.weight" for e in (2, 7)]
+    for name in names:
+        del tensors[name]
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match="2 problems") as error:
+        load(tmp_path)
+    for name in names:
+        assert f"missing: {name} [32, 64]" in str(error.value)
+
+
+def test_stacked_experts_on_every_layout(tmp_path: Path):
+    stored = load_file(write(tmp_path, **EXPERTS) / WEIGHTS)
+    up = [stored[f"model.layers.1.mlp.experts.{e}.up_proj.weight"].T for e in range(8)]
+    for rules in (
+        make_rules({"experts": ["kv", "rep"], "expert_ffn": []}),
+        make_rules({"experts": ["rep"], "expert_ffn": ["kv"]}),
+        DEFAULT_RULES,
+    ):
+        array = load(tmp_path, tp=4, rules=rules)["layers.1.mlp.experts.up"]
+        assert array.shape == (8, 64, 32)
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.stack(up)[shard.index])
+
+
+def with_mtp(folder: Path, *, mtp: bool = True):
+    family, config = load_config(folder)
+    mesh = make_mesh(1, 1, family.cache_spec(config).num_kv_heads)
+    return load_params(folder, dataclasses.replace(config, mtp=mtp), mesh, DEFAULT_RULES)
+
+
+@pytest.mark.parametrize("copy", ["embed_tokens.weight", "shared_head.head.weight"])
+def test_copies_in_the_mtp_module_must_be_equal(tmp_path: Path, copy: str):
+    tensors = load_file(write(tmp_path, **DEEPSEEK) / WEIGHTS)
+    assert any(name.startswith("mtp.") for name in with_mtp(tmp_path))
+    name = f"model.layers.2.{copy}"
+    tensors[name] = tensors[name].copy()
+    tensors[name][-1, -1] += 1
+    save_file(tensors, tmp_path / WEIGHTS)
+    main = "model.embed_tokens.weight" if copy.startswith("embed") else "lm_head.weight"
+    with pytest.raises(ValueError, match=rf"1 problems.*\n.*unequal: {name} .*copy of {main}"):
+        with_mtp(tmp_path)
+    assert not any(name.startswith("mtp.") for name in with_mtp(tmp_path, mtp=False))
+    # A checkpoint without the copies is as good.
+    save_file({n: t for n, t in tensors.items() if n != name}, tmp_path / WEIGHTS)
+    assert any(name.startswith("mtp.") for name in with_mtp(tmp_path))
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_host_memory_stays_near_the_largest_tensor(tmp_path: Path, stacked: bool):
+    sizes = {"hidden_size": 512, "vocab_size": 4096, "num_hidden_layers": 4}
+    sizes |= {"num_experts": 16, "moe_intermediate_size": 256, "intermediate_size": 4096}
+    config = {**EXPERTS, **sizes} if stacked else sizes
+    write(tmp_path, files=3, **config)
+    _, config = load_config(tmp_path)
+    mesh = make_mesh(1, 4, config.num_kv_heads)
+    params, stats = load_measured(tmp_path, config, mesh, DEFAULT_RULES)
+    assert stats.parameters == sum(p.size for p in params.values())
+    assert stats.device_bytes == sum(
+        shard.data.nbytes for p in params.values() for shard in p.addressable_shards
+    )
+    assert stats.largest_tensor == 4 * 4096 * 512
+    assert stats.device_bytes > 110e6
+    assert stats.host_peak is not None
+    assert stats.host_peak < 2 * stats.largest_tensor
 
 
 def test_no_weights_at_all(tmp_path: Path):
