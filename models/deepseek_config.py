@@ -17,7 +17,7 @@ ROPE_KINDS = ("default", "linear", "yarn")
 class DeepSeekConfig(ModelConfig):
     """Multi-head latent attention, dense layers first and mixtures of experts after them."""
 
-    family = "deepseek-v3"
+    family = "deepseek_v3"
 
     attention: LatentShape
     ffn_size: int  # of the dense layers

@@ -14,7 +14,8 @@ def integer(hf: Mapping[str, Any], name: str, default: int | None = None, *, lea
     if value is None:
         raise ValueError(f"{name}: missing")
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}: expected an integer > {least - 1}, got {value!r}")
+        bound = "> 0" if least == 1 else f">= {least}"
+        raise ValueError(f"{name}: expected an integer {bound}, got {value!r}")
     return value
 
 

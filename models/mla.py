@@ -17,6 +17,8 @@ from models.interface import HFSource, Mode, StepBatch
 from models.layers import RMSNorm, declare, parameter, rms_norm
 from models.rope import rotate
 from models.sharding import ShardingRules
+from pallas_kernels.mla_decode import mla_decode
+from pallas_kernels.mla_prefill import mla_prefill
 
 Parameters = Callable[[str], jax.Array]  # those of one layer, by their names in its module
 
@@ -194,16 +196,12 @@ def write_and_attend(
         page, offset = batch.slots // page_size, batch.slots % page_size
         cache = cache.at[page, offset].set(row, mode="drop")
         if mode == "decode":
-            from pallas_kernels.mla_decode import mla_decode
-
             absorbed = jnp.einsum("bnh,nhr->bnr", q_nope, w_uk)
             q = jnp.concatenate([absorbed, q_rope], axis=-1)
             attended = mla_decode(
                 q, cache, batch.page_table, batch.lengths, scale=scale, latent=latent
             )
             return jnp.einsum("bnr,nrv->bnv", attended, w_uv), cache
-        from pallas_kernels.mla_prefill import mla_prefill
-
         q = jnp.concatenate([q_nope, q_rope], axis=-1)
         where = (batch.rows, batch.positions, batch.page_table)
         return mla_prefill(q, cache, *where, w_uk, w_uv, scale=scale), cache

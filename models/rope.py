@@ -76,6 +76,8 @@ def rope_from_hf(hf: Mapping[str, Any], kinds: Collection[str] = KINDS) -> RopeC
         scaled["high_freq_factor"] = number(fields, "high_freq_factor")
         original = integer(fields, "original_max_position_embeddings")
         scaled["original_max_position"] = original
+    if kind != "yarn" and scaling.get("mscale_all_dim"):
+        raise ValueError(f"mscale_all_dim: not supported with rope_type {kind!r} (only yarn)")
     if kind == "yarn":
         scaled |= _yarn_from_hf(fields, scaled["factor"])
     return RopeConfig(theta=number(fields, "rope_theta", default=10000.0), kind=kind, **scaled)
