@@ -4,14 +4,14 @@ import functools
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from models.attention import call_hook, output_projection
 from models.deepseek_config import DeepSeekConfig
 from models.interface import Hook, Mode, StepBatch
 from models.layers import GatedMLP, RMSNorm, Table, declare, gated_mlp, rms_norm
 from models.mla import CACHE_AXES, LatentAttention, Parameters, latent_attention
-from models.moe import Experts, moe, route_sigmoid_grouped
+from models.moe import Experts, moe, route_on_shards, route_sigmoid_grouped
 from models.mtp import MTPModule
 from models.sharding import ShardingRules
 
@@ -132,18 +132,10 @@ def _experts(
         normalise=config.normalise_weights,
         scale=config.weight_scale,
     )
-    # On local shards: left to itself, the compiler gathers the tokens of all dp ranks for a top_k.
-    tokens = rules.spec("batch")
-    local_route = jax.shard_map(
-        route,
-        mesh=mesh,
-        in_specs=(tokens, PartitionSpec(), PartitionSpec()),
-        out_specs=(tokens, tokens),
-        check_vma=False,
-    )
-    ids, weights = local_route(h, p("mlp.router"), p("mlp.bias"))
+    where = {"mesh": mesh, "rules": rules}
+    ids, weights = route_on_shards(route, h, p("mlp.router"), p("mlp.bias"), **where)
     experts = (p("mlp.experts.gate"), p("mlp.experts.up"), p("mlp.experts.down"))
     shared = None
     if config.shared_experts:
         shared = (p("mlp.shared.gate"), p("mlp.shared.up"), p("mlp.shared.down"))
-    return moe(h, ids, weights, live, *experts, mesh=mesh, rules=rules, shared=shared)
+    return moe(h, ids, weights, live, *experts, shared=shared, **where)

@@ -2,12 +2,13 @@
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from models.layers import declare, gated_mlp
 from models.sharding import ShardingRules
@@ -81,6 +82,28 @@ def route_sigmoid_grouped(
     if normalise:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     return ids.astype(jnp.int32), weights * scale
+
+
+def route_on_shards(
+    route: Callable[..., tuple[jax.Array, jax.Array]],
+    x: jax.Array,
+    *parameters: jax.Array,
+    mesh: Mesh,
+    rules: ShardingRules,
+) -> tuple[jax.Array, jax.Array]:
+    """`route(x, *parameters)`, each dp rank on its own tokens: ids and weights, sharded on 'dp'.
+
+    Left to itself the compiler gathers the tokens of all dp ranks for a `top_k`.
+    """
+    tokens = rules.spec("batch")
+    run = jax.shard_map(
+        route,
+        mesh=mesh,
+        in_specs=(tokens, *[PartitionSpec()] * len(parameters)),
+        out_specs=(tokens, tokens),
+        check_vma=False,
+    )
+    return run(x, *parameters)
 
 
 def _router_logits(x: jax.Array, router: jax.Array) -> jax.Array:

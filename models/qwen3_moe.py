@@ -1,5 +1,6 @@
 """Qwen3-MoE: Qwen3 with experts in place of the MLP, in all layers or in some."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from jax.sharding import Mesh
 from models import hf_config
 from models.interface import require_positive
 from models.layers import declare
-from models.moe import Experts, moe, route_softmax
+from models.moe import Experts, moe, route_on_shards, route_softmax
 from models.qwen3 import DenseConfig, DenseFamily
 from models.sharding import ShardingRules
 
@@ -39,19 +40,13 @@ class Qwen3MoeConfig(DenseConfig):
             )
 
 
-class Router(nnx.Module):
-    """One score per expert."""
-
-    def __init__(self, name: str, hidden: int, num_experts: int, dtype: str) -> None:
-        self.weight = declare(name, (hidden, num_experts), ("embed", None), dtype, inputs=1)
-
-
 class SparseMLP(nnx.Module):
     """A router and its experts."""
 
     def __init__(self, prefix: str, config: Qwen3MoeConfig) -> None:
         c = config
-        self.router = Router(f"{prefix}.gate.weight", c.hidden_size, c.num_experts, c.dtype)
+        shape = (c.hidden_size, c.num_experts)
+        self.router = declare(f"{prefix}.gate.weight", shape, ("embed", None), c.dtype, inputs=1)
         self.experts = Experts(
             f"{prefix}.experts", c.hidden_size, c.expert_ffn_size, c.num_experts, c.dtype
         )
@@ -99,11 +94,13 @@ class Qwen3MoeFamily(DenseFamily[Qwen3MoeConfig]):
         """See `DenseFamily.mlp`; of experts the result is complete."""
         if layer in config.dense_layers:
             return super().mlp(config, layer, p, x, live, mesh=mesh, rules=rules)
-        ids, weights = route_softmax(
-            x, p("mlp.router.weight"), config.experts_per_token, normalise=config.normalise
+        where = {"mesh": mesh, "rules": rules}
+        route = functools.partial(
+            route_softmax, k=config.experts_per_token, normalise=config.normalise
         )
-        experts = (p(f"mlp.experts.{name}") for name in ("gate", "up", "down"))
-        return moe(x, ids, weights, live, *experts, mesh=mesh, rules=rules)
+        ids, weights = route_on_shards(route, x, p("mlp.router"), **where)
+        experts = (p("mlp.experts.gate"), p("mlp.experts.up"), p("mlp.experts.down"))
+        return moe(x, ids, weights, live, *experts, **where)
 
     def sharded_sizes(self, config: Qwen3MoeConfig) -> dict[str, tuple[str, int]]:
         """See `DenseFamily.sharded_sizes`."""
