@@ -79,11 +79,8 @@ def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 
     @functools.cache
     def write(name: str) -> Path:
-        golden_cases = importlib.import_module("golden_cases")
-        config, seed = golden_cases.MODELS[name]
         folder = tmp_path_factory.mktemp("goldens") / name
-        script = load_script("make_checkpoint")
-        script.write_checkpoint(folder, config, std=golden_cases.STD, seed=seed)
+        importlib.import_module("golden_weights").write(folder, name)
         return folder
 
     return write

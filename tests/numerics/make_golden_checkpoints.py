@@ -10,16 +10,15 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "tests" / "support"), str(REPOSITORY / "scripts"), str(REPOSITORY)]
 
-from golden_cases import CASES, MODELS, SERVING, STD  # noqa: E402
-from make_checkpoint import write_checkpoint  # noqa: E402
+import golden_weights  # noqa: E402
+from golden_cases import CASES, SERVING  # noqa: E402
 
 from models.checkpoint import weights_fingerprint  # noqa: E402
 
 
 def main(folder: Path, smollm2: Path | None) -> None:
-    for name in (*CASES, SERVING):
-        config, seed = MODELS[name]
-        write_checkpoint(folder / name, config, std=STD, seed=seed)
+    for name in (*CASES, *SERVING):
+        golden_weights.write(folder / name, name)
         (folder / name / "fingerprint.txt").write_text(weights_fingerprint(folder / name))
     if smollm2 is not None:
         (folder / "smollm2").mkdir(exist_ok=True)

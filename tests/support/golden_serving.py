@@ -1,7 +1,7 @@
-"""What transformers answers to the prompts of the end-to-end tests, for both serving models.
+"""What transformers answers to the prompts of the end-to-end tests, for the serving models.
 
-The folder of the random one comes from the fixture `golden_folder("qwen3_serving")`, that of
-SmolLM2 from `smollm2_folder`. `numerics/make_goldens.py` has made the files.
+The folders of the random ones come from the fixture `golden_folder`, that of SmolLM2 from
+`smollm2_folder`. `numerics/make_goldens.py` has made the files.
 """
 
 from dataclasses import dataclass
@@ -23,11 +23,34 @@ class ServingGolden:
     logprobs: np.ndarray  # f32 [prompts, new tokens], of those tokens
     first_ids: np.ndarray  # int32 [prompts, n] the best first tokens, best first
     first_logprobs: np.ndarray  # f32 [prompts, n]
-    gap: float  # the smallest difference of the best two logits over all of `tokens`
+    gap: float  # the smallest difference of the best two logits over all of `tokens` and `drafts`
+    # int32 [prompts, new tokens] what the MTP module drafts for each token, having seen all before
+    # it; -1 for the first new token of a prompt of one, which it cannot. None without a module.
+    drafts: np.ndarray | None = None
+
+    def accepted(self, prompt: int, count: int | None = None) -> tuple[int, int]:
+        """(drafts verified, drafts that are right) when a step verifies one draft, if it has one.
+
+        For the first `count` new tokens. A step that emits the last of them has no use for a draft
+        beyond it.
+        """
+        assert self.drafts is not None
+        count = self.tokens.shape[1] if count is None else count
+        at = verified = right = 0
+        while at < count:
+            # The step runs the token before `at` and, where it has one, the draft of `at`.
+            draft = self.drafts[prompt, at]
+            at += 1
+            if draft < 0 or at >= count:
+                continue
+            verified += 1
+            if draft == self.tokens[prompt, at - 1]:
+                right, at = right + 1, at + 1
+        return verified, right
 
 
 def load(name: str, folder: Path) -> ServingGolden:
-    """The golden `qwen3_serving` (60 prompts, 12 tokens, 5 best) or `smollm2` (20, 32, 20).
+    """The golden of a model of golden_cases.SERVING, or of `smollm2` (20 prompts, 32 tokens).
 
     Raises AssertionError when the weights in `folder` are not those that it was made with.
     """
@@ -45,4 +68,5 @@ def load(name: str, folder: Path) -> ServingGolden:
             stack("first_ids"),
             stack("first_logprobs"),
             float(data["gap"]),
+            stack("drafts") if "drafts_0" in data else None,
         )

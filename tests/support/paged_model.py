@@ -35,10 +35,17 @@ class PagedModel:
     """Sequences by number: number i lives in dp rank i % dp, row i // dp, in shuffled pages."""
 
     def __init__(
-        self, folder: Path, *, tp: int = 1, dp: int = 1, ep: int = 1, dtype: str = "float32"
+        self,
+        folder: Path,
+        *,
+        tp: int = 1,
+        dp: int = 1,
+        ep: int = 1,
+        dtype: str = "float32",
+        mtp: bool = False,
     ) -> None:
         self.family, config = load_config(folder)
-        self.config = dataclasses.replace(config, dtype=dtype)
+        self.config = dataclasses.replace(config, dtype=dtype, mtp=mtp)
         self.spec = self.family.cache_spec(self.config)
         self.dp = dp
         self.mesh = make_mesh(dp, tp, self.spec.num_kv_heads)
@@ -163,13 +170,23 @@ class PagedModel:
                 logits = np.stack([out[i][0] for i in range(len(best))])
         return np.stack(tokens, 1), np.stack(logprobs, 1)
 
-    def drop_page(self, number: int, page: int) -> None:
-        """Put zeros in place of one page of a sequence, in every layer and on every device."""
-        rank, row = number % self.dp, number // self.dp
-        pages = self.caches[0].shape[0] // self.dp
-        index = rank * pages + self.table[rank, row, page]
+    def drop_page(self, number: int, page: int, first_layer: int = 0) -> None:
+        """Put zeros in place of one page of a sequence, in layers from one on, on every device."""
         drop = jax.jit(lambda c, i: c.at[i].set(0), donate_argnums=0)
-        self.caches = tuple(drop(c, index) for c in self.caches)
+        index = self.page_index(number, page)
+        hurt = (drop(c, index) for c in self.caches[first_layer:])
+        self.caches = (*self.caches[:first_layer], *hurt)
+
+    def exchange_pages(self, one: int, other: int, page: int) -> None:
+        """Let two sequences have each other's page, in every layer and on every device."""
+        pair = np.array([self.page_index(one, page), self.page_index(other, page)])
+        exchange = jax.jit(lambda c, i: c.at[i].set(c[i[::-1]]), donate_argnums=0)
+        self.caches = tuple(exchange(c, pair) for c in self.caches)
+
+    def page_index(self, number: int, page: int) -> int:
+        """Where a page of a sequence lies in the cache arrays, over all dp ranks."""
+        rank, row = number % self.dp, number // self.dp
+        return rank * (self.caches[0].shape[0] // self.dp) + int(self.table[rank, row, page])
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
