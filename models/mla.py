@@ -51,9 +51,9 @@ class LatentShape:
 class LatentAttention(nnx.Module):
     """Projections of one layer.
 
-    The two halves of kv_b_proj [N * (Hn + Hv), R] are parameters of their own, so that a decode
-    step multiplies by each as it lies: `w_uk` [N, Hn, R] takes queries into the latent space,
-    `w_uv` [N, R, Hv] takes attended latents out of it.
+    The two parts of kv_b_proj [N * (Hn + Hv), R] are parameters of their own, each as it lies on
+    disk: `w_uk` [N, Hn, R] makes keys of latents and takes queries into the latent space, `w_uv`
+    [N, Hv, R] makes values of latents, before the attention or after it.
     """
 
     def __init__(self, prefix: str, hidden: int, shape: LatentShape, dtype: str) -> None:
@@ -100,10 +100,10 @@ class LatentAttention(nnx.Module):
             HFSource(kv_b, on_disk, view, (0, 1, 2), (1, 0, s.nope_dim)),
         )
         self.w_uv = parameter(
-            (s.heads, s.latent, s.value_dim),
-            ("heads", "latent", "head_dim"),
+            (s.heads, s.value_dim, s.latent),
+            ("heads", "head_dim", "latent"),
             dtype,
-            HFSource(kv_b, on_disk, view, (0, 2, 1), (1, s.nope_dim, both)),
+            HFSource(kv_b, on_disk, view, (0, 1, 2), (1, s.nope_dim, both)),
         )
         self.o = declare(
             f"{prefix}.o_proj.weight",
@@ -157,6 +157,23 @@ def latent_attention(
     )
 
 
+def absorb(q: jax.Array, w_uk: jax.Array) -> jax.Array:
+    """Queries q [B, N, Hn] in the latent space: [B, N, R], with w_uk [N, Hn, R].
+
+    On a CPU head by head: its product of batched matrices either takes ten times as long for this
+    order of the axes, or, in bf16, converts the whole of w_uk.
+    """
+
+    def by_head(q: jax.Array, w_uk: jax.Array) -> jax.Array:
+        heads = jax.lax.map(lambda one: jnp.dot(*one), (q.transpose(1, 0, 2), w_uk))
+        return heads.transpose(1, 0, 2)
+
+    def at_once(q: jax.Array, w_uk: jax.Array) -> jax.Array:
+        return jnp.einsum("bnh,nhr->bnr", q, w_uk)
+
+    return jax.lax.platform_dependent(q, w_uk, cpu=by_head, default=at_once)
+
+
 def write_and_attend(
     q_nope: jax.Array,
     q_rope: jax.Array,
@@ -174,7 +191,7 @@ def write_and_attend(
     """Put the step's rows into their slots, then attend: ([dp*T, N, Hv], the layer's new cache).
 
     q_nope [dp*T, N, Hn], q_rope [dp*T, N, C] rotated, row [dp*T, R + C] = normed latent and rotated
-    key, cache [dp*P, Z, R + C], w_uk [N, Hn, R], w_uv [N, R, Hv]. Every tensor rank writes the same
+    key, cache [dp*P, Z, R + C], w_uk [N, Hn, R], w_uv [N, Hv, R]. Every tensor rank writes the same
     rows, so their copies of the cache stay equal, and attends with its own heads. A decode step
     takes the queries into the latent space and reads nothing but the cache; a prefill step, which
     shares a row's keys among many queries, takes keys and values out of the latents.
@@ -196,15 +213,14 @@ def write_and_attend(
         page, offset = batch.slots // page_size, batch.slots % page_size
         cache = cache.at[page, offset].set(row, mode="drop")
         if mode == "decode":
-            absorbed = jnp.einsum("bnh,nhr->bnr", q_nope, w_uk)
-            q = jnp.concatenate([absorbed, q_rope], axis=-1)
+            q = jnp.concatenate([absorb(q_nope, w_uk), q_rope], axis=-1)
             attended = mla_decode(
                 q, cache, batch.page_table, batch.lengths, scale=scale, latent=latent
             )
-            return jnp.einsum("bnr,nrv->bnv", attended, w_uv), cache
+            return jnp.einsum("bnr,nvr->bnv", attended, w_uv), cache
         q = jnp.concatenate([q_nope, q_rope], axis=-1)
         where = (batch.rows, batch.positions, batch.page_table)
-        return mla_prefill(q, cache, *where, w_uk, w_uv, scale=scale), cache
+        return mla_prefill(q, cache, *where, w_uk, w_uv.transpose(0, 2, 1), scale=scale), cache
 
     run = jax.shard_map(
         local,
