@@ -5,6 +5,7 @@ PYTHON ?=
 export VENV PYTHON
 
 # A model folder (config.json, tokenizer.json, *.safetensors); demo and serve fetch the default.
+# tiny-deepseek and tiny-qwen3-moe are no folders: small random models, made when asked for.
 MODEL ?= models-data/SmolLM2-135M-Instruct
 # More options for the script or for pytest, as in: make test ARGS='-k page_pool -x'
 ARGS ?=
@@ -16,7 +17,7 @@ CXX_FILES = git ls-files '*.cc' '*.h' | xargs -r
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@printf '\nVariables: MODEL=FOLDER ARGS="..." PYTHON=/path/to/python3.12 VENV=DIR\n'
+	@printf '\nVariables: MODEL=FOLDER|tiny-deepseek|tiny-qwen3-moe ARGS="..." PYTHON=/path/to/python3.12 VENV=DIR\n'
 
 setup: ## Install what is missing: system packages, .venv, the native build (at once if unchanged)
 	@scripts/setup.sh
@@ -25,7 +26,7 @@ model: setup
 	@if [ '$(MODEL)' = models-data/SmolLM2-135M-Instruct ]; then \
 	  $(BIN)/python scripts/fetch_smollm2.py >/dev/null; fi
 
-demo: model ## Serve SmolLM2 with prefill and decode apart, ask it a question, account for it
+demo: model ## Ask SmolLM2, prefill and decode apart, and account for the answer (MODEL= another)
 	@$(BIN)/python scripts/demo.py --model '$(MODEL)' $(ARGS)
 
 serve: model ## The same deployment, until Ctrl-C (MODEL= another model folder)

@@ -16,17 +16,19 @@ from typing import Annotated, Any, NoReturn
 
 import httpx
 import typer
+from made_models import MADE, default_nodes, made, model_folder
 from rich.console import Console
 from rich.table import Table
 from serve import default_cpus
 
-from jaxdisagg.config import NodeConfig, ServeConfig, parse_node
+from jaxdisagg.config import BatchConfig, NodeConfig, ServeConfig, parse_node
 from jaxdisagg.deployment import Deployment
 from jaxdisagg.start_progress import print_error, start_or_exit
 
 console = Console()
 QUESTION = "What is the capital of France?"
 ANSWER_SECONDS = 120.0
+ONE_AT_A_TIME = BatchConfig(chunks=(64,), decode_rows=(2,))  # fewer steps to compile
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,8 @@ def ask(url: str, question: str, max_tokens: int, *, show: bool) -> Answer:
             model = event["model"]
             for choice in event["choices"]:
                 if show:
-                    console.print(
-                        choice["delta"].get("content") or "", end="", highlight=False, markup=False
-                    )
+                    text = printable(choice["delta"].get("content") or "")
+                    console.print(text, end="", highlight=False, markup=False)
                 for entry in (choice.get("logprobs") or {}).get("content") or ():
                     tokens.append(entry["token"])
                     logprobs.append(entry["logprob"])
@@ -89,7 +90,37 @@ def ask(url: str, question: str, max_tokens: int, *, show: bool) -> Answer:
     return Answer(model, tuple(tokens), tuple(logprobs), tuple(times), timing)
 
 
-def account(answer: Answer, decode: dict[str, Any], prefill: dict[str, Any]) -> Table:
+def printable(text: str) -> str:
+    """Text without the control characters that a random model writes, which a terminal obeys."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def copy_rule(model: Path, decode: NodeConfig, timing: dict[str, Any]) -> list[tuple[str, str]]:
+    """Why it is that many page-writes: two rows of the account.
+
+    Of a latent cache every rank gets a copy of each page, of a grouped-query cache its heads' part.
+    None where a page is several writes.
+    """
+    from models.registry import load_config  # jax takes a second, which `--help` need not wait for
+
+    family, config = load_config(model)
+    spec = family.cache_spec(replace(config, mtp=decode.mtp))
+    pages, tp = timing["pages"], decode.mesh.tp
+    if tp * (pages * spec.num_layers + 1) != timing["page_writes"]:
+        return []
+    ranks = f"{tp} tp rank{'s' * (tp > 1)}"
+    return [
+        ("  which is", f"{ranks} x ({pages} pages x {spec.num_layers} layers + 1 context)"),
+        ("  a rank gets", f"{'a copy' if spec.kind == 'mla' else 'its heads'} of every page"),
+    ]
+
+
+def account(
+    answer: Answer,
+    decode: dict[str, Any],
+    prefill: dict[str, Any],
+    rule: list[tuple[str, str]],
+) -> Table:
     """What happened to the request, as counted by both sides."""
     t = answer.timing
     gaps = [b - a for a, b in pairwise(answer.times)]
@@ -105,6 +136,7 @@ def account(answer: Answer, decode: dict[str, Any], prefill: dict[str, Any]) -> 
         ("pages", f"{t['pages']}"),
         ("page-writes pushed", f"{prefill['page_writes']} (acknowledged to the prefill node)"),
         ("page-writes counted", f"{t['page_writes']} (immediates seen by the decode node)"),
+        *rule,
         ("bytes", f"{t['bytes']:,}"),
         ("TTFT", f"{t['ttft'] * 1e3:.1f} ms, which is the sum of"),
         ("  queue", f"{t['queue'] * 1e3:.1f} ms"),
@@ -114,6 +146,8 @@ def account(answer: Answer, decode: dict[str, Any], prefill: dict[str, Any]) -> 
         ("ITL", itl),
     ):
         table.add_row(name, value)
+    if drafts := decode.get("drafts"):
+        table.add_row("drafts", f"{drafts['proposed']} proposed, {drafts['accepted']} accepted")
     return table
 
 
@@ -123,38 +157,61 @@ def state_of(deployment: Deployment, role: str) -> dict[str, Any]:
     return httpx.get(f"{node.url}/debug/state", timeout=10.0).json()
 
 
+def make_configs(
+    model: Path, prefill: str | None, decode: str | None, tp: int | None, dtype: str, mtp: bool
+) -> tuple[ServeConfig, ServeConfig]:
+    """The deployment with two nodes, and the one with a node that does both and drafts nothing.
+
+    Raises ValueError naming a bad option and OSError if a made model cannot be written.
+    """
+    if tp is not None:
+        if prefill is not None or decode is not None:
+            raise ValueError("--tp is short for both nodes: use it without --prefill and --decode")
+        prefill = decode = f"tp={tp}"
+    defaults = default_nodes(model)
+    base = NodeConfig(role="mixed", model=model_folder(model), dtype=dtype, batch=ONE_AT_A_TIME)
+    nodes = []
+    for role, text, default, cpus in (
+        ("prefill", prefill, defaults[0], default_cpus(2)[0]),
+        ("decode", decode, defaults[1], default_cpus(2)[1]),
+    ):
+        text = default if text is None else text
+        text = text if "cpus=" in text else f"{text},{cpus}"
+        nodes.append(parse_node(text, replace(base, role=role, id=f"{role}-0", mtp=mtp)))
+    whole = replace(base, id="mixed-0")
+    return ServeConfig(nodes=tuple(nodes), port=0), ServeConfig(nodes=(whole,), port=0)
+
+
 def main(
-    model: Annotated[Path, typer.Option(help="model folder in Hugging Face form")],
+    model: Annotated[
+        Path, typer.Option(help=f"model folder in Hugging Face form, or {', '.join(MADE)}")
+    ],
     question: str = QUESTION,
     max_tokens: int = 32,
-    tp: Annotated[int, typer.Option(help="tensor parallelism of both nodes")] = 1,
+    prefill: Annotated[str | None, typer.Option(help="the prefill node: tp=2,cpus=0")] = None,
+    decode: Annotated[str | None, typer.Option(help="the decode node: tp=1,cpus=1")] = None,
+    tp: Annotated[int | None, typer.Option(help="short for tp=N on both")] = None,
+    mtp: Annotated[bool, typer.Option("--mtp", help="draft tokens with the MTP module")] = False,
     dtype: str = "float32",
 ) -> None:
     """Prefill on one node, decode on another, and compare with a node that does both."""
     logging.basicConfig(level=os.environ.get("JAXDISAGG_LOG", "WARNING"))
     try:
-        base = NodeConfig(role="mixed", model=model, dtype=dtype)
-        cpus = default_cpus(2)
-        prefill = replace(base, role="prefill", id="prefill-0")
-        decode = replace(base, role="decode", id="decode-0")
-        split = ServeConfig(
-            nodes=(
-                parse_node(f"tp={tp},{cpus[0]}", prefill),
-                parse_node(f"tp={tp},{cpus[1]}", decode),
-            ),
-            port=0,
-        )
-        whole = ServeConfig(nodes=(parse_node(f"tp={tp}", replace(base, id="mixed-0")),), port=0)
-    except ValueError as error:
+        split, whole = make_configs(model, prefill, decode, tp, dtype, mtp)
+    except (ValueError, OSError) as error:
         print_error(console, str(error))
         raise typer.Exit(2) from None
-    console.rule("prefill and decode apart")
+    p, d = split.nodes
+    console.rule(f"prefill (tp {p.mesh.tp}) and decode (tp {d.mesh.tp}) apart")
     with start_or_exit(split, console) as deployment:
         console.print(question, style="bold", highlight=False, markup=False)
         answer = ask(deployment.url, question, max_tokens, show=True)
         console.print()
         decoded, prefilled = state_of(deployment, "decode"), state_of(deployment, "prefill")
-    console.print(account(answer, decoded, prefilled))
+    if made(model) is not None:
+        console.print("random weights: the text is noise; what counts is that both agree")
+    rule = copy_rule(d.model, d, answer.timing)
+    console.print(account(answer, decoded, prefilled, rule))
     console.rule("prefill and decode in one process")
     with start_or_exit(whole, console) as deployment:
         mixed = ask(deployment.url, question, max_tokens, show=False)
@@ -163,7 +220,7 @@ def main(
     gap = max(abs(a - b) for a, b in zip(answer.logprobs, mixed.logprobs, strict=True))
     console.print(
         f"[green]the {len(answer.tokens)} tokens equal those of the one-process node[/green] "
-        f"(logprobs within {gap:.1e})"
+        f"(tp 1{', without drafts' if mtp else ''}; logprobs within {gap:.1e})"
     )
     if (
         decoded["compiles_after_warm_up"]

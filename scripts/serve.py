@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from made_models import MADE, default_nodes, model_folder
 from rich.console import Console
 
 from jaxdisagg.config import (
@@ -41,8 +42,6 @@ def make_config(
     base: NodeConfig, prefill: list[str], decode: list[str], mixed: list[str], port: int
 ) -> ServeConfig:
     """The deployment that the options describe. Raises ValueError naming what is wrong."""
-    if not (prefill or decode or mixed):
-        prefill, decode = default_cpus(2)[:1], default_cpus(2)[1:]
     nodes = [
         parse_node(text, replace(base, role=role, id=f"{role}-{i}"))
         for role, texts in (("prefill", prefill), ("decode", decode), ("mixed", mixed))
@@ -52,7 +51,9 @@ def make_config(
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="model folder in Hugging Face form")],
+    model: Annotated[
+        Path, typer.Option(help=f"model folder in Hugging Face form, or {', '.join(MADE)}")
+    ],
     prefill: Annotated[list[str], typer.Option(help="a prefill node: tp=1,cpus=0")] = [],  # noqa: B006
     decode: Annotated[list[str], typer.Option(help="a decode node: tp=1,cpus=1")] = [],  # noqa: B006
     mixed: Annotated[list[str], typer.Option(help="a node that does both: tp=1")] = [],  # noqa: B006
@@ -80,7 +81,7 @@ def main(
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every heartbeat
         base = NodeConfig(
             role="mixed",
-            model=model,
+            model=model_folder(model),
             dtype=dtype,
             batch=BatchConfig(
                 chunks=parse_numbers(chunks, "chunks"),
@@ -94,6 +95,9 @@ def main(
         )
         if config is not None and (prefill or decode or mixed):
             raise ValueError("--config describes the nodes: use it without --prefill, ...")
+        if not (prefill or decode or mixed):
+            defaults = zip(default_nodes(model), default_cpus(2), strict=True)
+            prefill, decode = ([f"{node},{cpus}"] for node, cpus in defaults)
         base = replace(base, cache=replace(base.cache, page_size=page_size, pages=pages))
         serve = (
             serve_from_toml(config, base, host, port)
