@@ -5,6 +5,7 @@ import zlib
 
 import numpy as np
 import pytest
+from leases import lent
 from nodes import CHUNK, PAGE, Pair, generate_all, timing_of, wait_until
 
 from jaxdisagg.api import GenerationRequest, RequestError, SamplingParams
@@ -24,32 +25,15 @@ def pair(request, golden_folder):
         yield pair
 
 
-def lent(pair):
-    """Record every lease that either side hands out, so that pages can be read afterwards."""
-    record = {"prefill": [], "decode": []}
-    for name, node in (("prefill", pair.prefill.node), ("decode", pair.decode.node)):
-        for pool in node.pools:
-            original = type(pool).lease.__get__(pool)
-
-            def lease(n, original=original, name=name):
-                taken = original(n)
-                if taken is not None:
-                    record[name].append(taken.pages.copy())
-                return taken
-
-            pool.lease = lease
-    return record
-
-
 @pytest.mark.parametrize("length", LENGTHS)
 def test_pages_and_context_arrive_byte_for_byte(pair, length):
-    record = lent(pair)
+    sources, destinations = lent(pair.prefill.node), lent(pair.decode.node)
     generate_all(pair.decode.node, [prompt(length)], 1, prefix=f"pages-{length}")
     pair.idle()
     if length == 1:
-        assert record["prefill"] == []
+        assert not sources
         return
-    (source,), (destination,) = record["prefill"], record["decode"]
+    ((_, source),), ((_, destination),) = sources, destinations
     n = pages_for(length, PAGE)
     assert len(source) == n
     filled = (length - 1) % PAGE or PAGE
