@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxdisagg.config import DEFAULT_MODEL_LEN, NodeConfig
 from jaxdisagg.mesh import make_mesh
 from jaxdisagg.model_fit import fit_model
-from models.checkpoint import load_measured, weights_fingerprint
+from models.checkpoint import load_measured, open_checkpoint, weights_fingerprint
 from models.interface import ModelConfig, ModelFamily, Params
 from models.registry import load_config
 from models.sharding import ShardingRules
@@ -54,7 +54,7 @@ def load_model(node: NodeConfig, devices: Sequence[jax.Device] | None = None) ->
     mesh = make_mesh(
         tp=node.mesh.tp, dp=node.mesh.dp, kv_heads=fit.layout.kv_heads, devices=devices
     )
-    params, stats = load_measured(node.model, config, mesh, rules)
+    params, stats = load_measured(open_checkpoint(node.model, config, mesh, rules))
     log.info("loaded %s: %s", node.model, stats)
     architecture = replace(config, mtp=False).fingerprint()  # HELLO names mtp by itself
     fingerprint = f"{architecture}-{weights_fingerprint(node.model)}"

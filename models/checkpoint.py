@@ -1,13 +1,15 @@
 """A model folder into sharded device arrays: each device's shard is made and put there by itself.
 
-The folder holds Hugging Face safetensors, which this module reads, or the native form
-(`models.native`).
+The folder holds Hugging Face safetensors, which are read here, or the native form (see
+`models.native`).
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -15,6 +17,7 @@ from jax.sharding import Mesh
 
 from models.interface import HFSource, ModelConfig, ModelFamily, Params, ParamSpec
 from models.load_stats import AnonymousMemory, LoadStats, device_bytes
+from models.native_info import is_native, read_info
 from models.quantization import SCALE_SUFFIX, BlockFp8, read_quantization
 from models.registry import family_of, read_json_object
 from models.safetensors_files import DTYPES, StoredTensor, list_tensors
@@ -27,34 +30,60 @@ _FP8 = "F8_E4M3"
 _UNQUANTIZED = tuple(name for name in DTYPES if name != _FP8)
 
 
+class Checkpoint(Protocol):
+    """A folder whose content has been found to fit a config.
+
+    `specs` are the parameters by name, any of which can be loaded without the others. `exact` says
+    whether all are stored in their dtypes of `specs`.
+    """
+
+    specs: dict[str, ParamSpec]
+    exact: bool
+
+    def load(self, names: Iterable[str]) -> Params:
+        """The parameters of these names, in the dtypes of `specs`, on their devices."""
+        ...
+
+
+def open_checkpoint(
+    path: str | Path, config: ModelConfig, mesh: Mesh, rules: ShardingRules
+) -> Checkpoint:
+    """The checkpoint at `path`, whatever its form, for the config on a mesh.
+
+    Raises FileNotFoundError when weight files are missing; ValueError when a file is damaged, when
+    the mesh does not fit, and once, with the whole list, when tensors are missing, unknown,
+    misshapen or of an unsupported dtype, or copies that should be equal are not.
+    """
+    if is_native(Path(path)):
+        from models.native import NativeCheckpoint  # orbax takes half a second to import
+
+        return NativeCheckpoint(Path(path), config, mesh, rules)
+    return SafetensorsCheckpoint(Path(path), config, mesh, rules)
+
+
 def load_params(path: str | Path, config: ModelConfig, mesh: Mesh, rules: ShardingRules) -> Params:
     """Every parameter of the model at `path`, in the config's dtype, sharded by the rules.
 
-    Raises FileNotFoundError when weight files are missing; ValueError when a file is no
-    safetensors file, when the mesh does not fit, and once, with the whole list, when tensors are
-    missing, unknown, misshapen or of an unsupported dtype, or copies that should be equal are not.
+    Raises what `open_checkpoint` does.
     """
-    checkpoint = SafetensorsCheckpoint(Path(path), config, mesh, rules)
+    checkpoint = open_checkpoint(path, config, mesh, rules)
     return checkpoint.load(checkpoint.specs)
 
 
-def load_measured(
-    path: str | Path, config: ModelConfig, mesh: Mesh, rules: ShardingRules
-) -> tuple[Params, LoadStats]:
-    """`load_params`, and what it took."""
+def load_measured(checkpoint: Checkpoint) -> tuple[Params, LoadStats]:
+    """Every parameter of a checkpoint, and what loading them took."""
     begin = time.perf_counter()
     with AnonymousMemory() as memory:
-        params = jax.block_until_ready(load_params(path, config, mesh, rules))
+        params = jax.block_until_ready(checkpoint.load(checkpoint.specs))
     seconds = time.perf_counter() - begin
     on_host = device_bytes(params.values(), "cpu")
-    specs = family_of(config).abstract_params(config).values()
     return params, LoadStats(
         parameters=sum(p.size for p in params.values()),
         device_bytes=device_bytes(params.values()),
         seconds=seconds,
         largest_tensor=max(
-            int(np.prod(source.shape)) * np.dtype(spec.dtype).itemsize
-            for spec in specs
+            math.prod(source.shape) * np.dtype(spec.dtype).itemsize
+            for spec in checkpoint.specs.values()
             for source in spec.sources
         ),
         host_peak=None if memory.peak is None else max(0, memory.peak - on_host),
@@ -74,8 +103,11 @@ def weights_fingerprint(path: str | Path) -> str:
     """16 hex digits over every tensor's name, dtype, shape and up to 12 KiB of its bytes.
 
     Cheap enough for start-up. It tells other weights of the same shapes apart (a finetune, another
-    dtype); it is no integrity check, since the bytes between the samples are not read.
+    dtype); it is no integrity check, since the bytes between the samples are not read. A native
+    folder has that of the folder that it was made from, if the dtypes are the same.
     """
+    if is_native(Path(path)):
+        return read_info(Path(path)).weights
     digest = hashlib.sha256()
     sample = 4096
     for name, tensor in sorted(list_tensors(Path(path)).items()):
@@ -89,10 +121,7 @@ def weights_fingerprint(path: str | Path) -> str:
 
 
 class SafetensorsCheckpoint:
-    """A folder of Hugging Face safetensors, checked against a config; it raises as `load_params`.
-
-    `specs` are the parameters by name, each of which can be loaded by itself.
-    """
+    """A `Checkpoint` in Hugging Face form; the constructor raises what `open_checkpoint` does."""
 
     def __init__(self, folder: Path, config: ModelConfig, mesh: Mesh, rules: ShardingRules) -> None:
         family = family_of(config)
@@ -115,7 +144,12 @@ class SafetensorsCheckpoint:
             *_unequal_copies(copies, self._stored),
         ]
         if problems:
-            raise ValueError(_listed(folder, problems))
+            raise ValueError(listed(folder, problems))
+        self.exact = all(
+            DTYPES[self._stored[source.name].dtype] == np.dtype(spec.dtype)
+            for spec in self.specs.values()
+            for source in spec.sources
+        )
 
     def load(self, names: Iterable[str]) -> Params:
         """The parameters of these names on their devices."""
@@ -163,7 +197,7 @@ def _fill(
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """An uninitialised array at an address from which the CPU back end takes it without a copy."""
-    size = int(np.prod(shape)) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + 64, np.uint8)
     begin = -raw.ctypes.data % 64
     return raw[begin : begin + size].view(dtype).reshape(shape)
@@ -218,7 +252,8 @@ def _equal(a: StoredTensor, b: StoredTensor) -> bool:
     )
 
 
-def _listed(folder: Path, problems: list[str]) -> str:
+def listed(folder: Path, problems: list[str]) -> str:
+    """The message of an error that lists what is wrong in a folder, cut where it gets long."""
     shown = problems[:_PROBLEMS_SHOWN]
     if len(problems) > len(shown):
         shown.append(f"... and {len(problems) - len(shown)} more")

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from models.checkpoint import shared_tensors
-from models.interface import ModelConfig, ModelFamily
+from models.hf_export import stored_tensors
 from models.quantization import SCALE_SUFFIX, BlockFp8, read_quantization
 from models.registry import load_config
 from models.safetensors_files import TensorWriter
@@ -63,19 +63,6 @@ def write_checkpoint(
                 values, scales = quantize(values, block)
                 writer.write(name + SCALE_SUFFIX, scales)
             writer.write(name, values)
-
-
-def stored_tensors(
-    family: ModelFamily, config: ModelConfig
-) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Name, shape and dtype of every tensor in a checkpoint of this model, sorted by name."""
-    found = {
-        source.name: (source.shape, np.dtype(spec.dtype))
-        for spec in family.abstract_params(config).values()
-        for source in spec.sources
-    }
-    found |= {copy: found[main] for copy, main in shared_tensors(family, config).items()}
-    return dict(sorted(found.items()))
 
 
 def quantize(values: np.ndarray, block: BlockFp8) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ from repository import load_script
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from models.checkpoint import load_measured, load_params, weights_fingerprint
+from models.checkpoint import load_measured, load_params, open_checkpoint, weights_fingerprint
 from models.registry import load_config
 from models.sharding import DEFAULT_RULES, make_rules
 
@@ -207,7 +207,7 @@ def test_host_memory_stays_near_the_largest_tensor(tmp_path: Path, stacked: bool
     write(tmp_path, files=3, **config)
     _, config = load_config(tmp_path)
     mesh = make_mesh(1, 4, config.num_kv_heads)
-    params, stats = load_measured(tmp_path, config, mesh, DEFAULT_RULES)
+    params, stats = load_measured(open_checkpoint(tmp_path, config, mesh, DEFAULT_RULES))
     assert stats.parameters == sum(p.size for p in params.values())
     assert stats.device_bytes == sum(
         shard.data.nbytes for p in params.values() for shard in p.addressable_shards

@@ -175,7 +175,7 @@ def test_latent_attention_and_experts(tmp_path: Path, tp: int, dp: int, axes: di
     down = [dequantised(tensors, f"{prefix}.mlp.experts.{e}.down_proj.weight") for e in range(4)]
     expected = {
         "attention.w_uk": both[:, :40],
-        "attention.w_uv": both[:, 40:].transpose(0, 2, 1),
+        "attention.w_uv": both[:, 40:],
         "attention.kv_a": dequantised(tensors, f"{prefix}.self_attn.kv_a_proj_with_mqa.weight").T,
         "mlp.experts.down": np.stack([d.T for d in down]),
         "mlp.router": tensors[f"{prefix}.mlp.gate.weight"].T,
