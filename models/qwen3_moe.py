@@ -36,7 +36,8 @@ class Qwen3MoeConfig(DenseConfig):
         require_positive(self, "num_experts", "experts_per_token", "expert_ffn_size")
         if self.experts_per_token > self.num_experts:
             raise ValueError(
-                f"num_experts_per_tok: {self.experts_per_token} of {self.num_experts} experts"
+                f"num_experts_per_tok: {self.experts_per_token} is more than "
+                f"num_experts {self.num_experts}"
             )
 
 
@@ -70,7 +71,7 @@ class Qwen3MoeFamily(DenseFamily[Qwen3MoeConfig]):
             "num_experts": _num_experts(hf),
             "experts_per_token": hf_config.integer(hf, "num_experts_per_tok"),
             "expert_ffn_size": hf_config.integer(hf, "moe_intermediate_size"),
-            "normalise": bool(hf.get("norm_topk_prob", False)),
+            "normalise": hf_config.flag(hf, "norm_topk_prob", default=False),
             "dense_layers": _dense_layers(hf, fields["num_layers"]),
         }
 
@@ -125,8 +126,10 @@ def _num_experts(hf: Mapping[str, Any]) -> int:
 def _dense_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Layers in `mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
     listed = hf.get("mlp_only_layers") or []
-    if not isinstance(listed, list) or any(type(n) is not int for n in listed):
-        raise ValueError(f"mlp_only_layers: expected a list of layer numbers, got {listed!r}")
+    if not isinstance(listed, list) or any(n not in range(num_layers) for n in listed):
+        raise ValueError(
+            f"mlp_only_layers: expected a list of layer numbers below {num_layers}, got {listed!r}"
+        )
     step = hf_config.integer(hf, "decoder_sparse_step", default=1)
     return tuple(n for n in range(num_layers) if n in listed or (n + 1) % step)
 
