@@ -25,6 +25,7 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
         raise ValueError(
             f"vocab: {vocab} is too small for a tokenizer of bytes (at least {needed})"
         )
+    folder.mkdir(parents=True, exist_ok=True)
     alphabet = dict(sorted(_byte_characters()))
     backend = tokenizers.Tokenizer(models.BPE({c: b for b, c in alphabet.items()}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -34,6 +34,7 @@ COPIED = (
     "generation_config.json",
     "LICENSE*",
 )
+DEVICE_COUNT = "xla_force_host_platform_device_count"
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -107,7 +108,8 @@ def main(
     """Convert the model folder SOURCE into TARGET."""
     # Read when jax first looks for devices; without an accelerator they are the host's.
     flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={tp * dp}".strip()
+    if DEVICE_COUNT not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{DEVICE_COUNT}={tp * dp}".strip()
     try:
         mesh = MeshConfig(tp=tp, dp=dp, ep=ep)
         done = convert(source, target, to=to, mesh=mesh, dtype=dtype, files=files)

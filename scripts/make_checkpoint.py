@@ -151,9 +151,9 @@ def main(
             "torch_dtype": dtype,
             **({"quantization_config": FP8} if fp8 else {}),
         }
-        write_checkpoint(folder, config, std=std, seed=seed, files=files)
         if tokenizer:
             write_tokenizer(folder, vocab)
+        write_checkpoint(folder, config, std=std, seed=seed, files=files)
     except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
