@@ -15,8 +15,8 @@ nothing of ours). Writes one .npz per model into goldens/ beside this file:
   fingerprint   of the weights, as models.checkpoint.weights_fingerprint gives it
   gap           the smallest difference, over the greedy tokens and drafts, of the best two logits
   margin        the smallest difference, over all tokens and layers, of the score of the last expert
-                or group chosen and the first that was not
-  noise         the largest difference of a logit when the whole model is run in f64 instead
+                or group chosen and the first that was not (models with experts only)
+  noise         the largest difference of a logit when the reference is run in f64 instead (same)
 
 and for each of MTP_CASES a NAME_mtp.npz with mtp_I f32 [L + new tokens - 1, V], the MTP module's
 logits for all rows of the prompt and its continuation; row i predicts token i + 2.
@@ -113,9 +113,10 @@ def account(folder: Path, reference: Reference, sequences: list[Sequence]) -> di
     out = {
         "fingerprint": np.array(fingerprint(folder)),
         "gap": np.float32(min(s.gap for s in sequences)),
-        "margin": np.float32(min(s.margin for s in sequences)),
-        "noise": np.float32(reference.noise(sequences)),
     }
+    if np.isfinite(sequences[0].margin):
+        out["margin"] = np.float32(min(s.margin for s in sequences))
+        out["noise"] = np.float32(reference.noise(sequences))
     for i, sequence in enumerate(sequences):
         out[f"tokens_{i}"] = np.array(sequence.prompt, np.int32)
         out[f"greedy_{i}"] = sequence.greedy

@@ -121,15 +121,19 @@ def test_a_damaged_page_is_noticed(
 
 
 # bf16 keeps 8 bits, so tokens are not compared: the golden's tokens are forced and their logprobs
-# compared. Measured for the dense models on tp 1 and 4: mean up to 0.048, largest 0.170; the bars
-# are twice that. Where experts are chosen, rounding chooses others now and then.
+# compared. Rounding also makes a router take another expert now and then, and then a few logprobs
+# are far off. Measured on these meshes and two others each: (mean, largest) up to (0.048, 0.170)
+# for the dense models, (0.045, 0.75) for Qwen3-MoE and (0.096, 1.54) for DeepSeek-V3. The bars are
+# twice that.
 BF16 = {
     ("qwen3_untied", (4, 1, 1)): (0.1, 0.35),
     ("llama_rope_llama3", (1, 1, 1)): (0.1, 0.35),
+    ("qwen3_moe_untied", (2, 2, 4)): (0.09, 1.5),
+    ("deepseek_yarn", (4, 1, 1)): (0.19, 3.1),
 }
 
 
-@pytest.mark.parametrize(("name", "mesh"), BF16, ids=[label(*case) for case in BF16])
+@pytest.mark.parametrize(("name", "mesh"), list(BF16), ids=[label(*case) for case in BF16])
 def test_bfloat16_logprobs_stay_close(
     name: str, mesh: Mesh, paged_model: Callable[..., PagedModel], golden
 ) -> None:
