@@ -69,7 +69,7 @@ def ask(url: str, question: str, max_tokens: int, *, show: bool) -> Answer:
         ) as response,
     ):
         if response.status_code != 200:
-            fail(response.read().decode())
+            fail(json.loads(response.read())["error"]["message"])
         for line in response.iter_lines():
             data = line.removeprefix("data: ")
             if not line or data == "[DONE]":

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import made_models
 import pytest
+import typer
 from made_models import MADE, RECIPE, default_nodes, model_folder
+from repository import load_script
 
 from jaxdisagg.config import NodeConfig, parse_node
 from models.checkpoint import weights_fingerprint
@@ -37,6 +39,32 @@ def test_what_is_no_name_is_a_folder(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert model_folder(NAME, tmp_path / "made") == NAME
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "nodes"),
+    [
+        ({}, [("prefill", 2, 1), ("decode", 1, 1)]),
+        ({"mixed": ["tp=4,ep=4"]}, [("mixed", 4, 4)]),
+    ],
+)
+def test_serve_takes_its_nodes_unless_others_are_asked_for(more, nodes, tmp_path, monkeypatch):
+    serve = load_script("serve")
+    seen = []
+
+    def start(config, console):
+        seen.append(config)
+        raise typer.Exit(7)
+
+    monkeypatch.setattr(serve, "start_or_exit", start)
+    monkeypatch.setattr(serve.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(serve, "model_folder", lambda model: model_folder(model, tmp_path))
+    monkeypatch.setattr(serve.os, "environ", {})
+    with pytest.raises(typer.Exit):
+        serve.main(Path("tiny-deepseek"), **more)
+    (config,) = seen
+    assert [(n.role, n.mesh.tp, n.mesh.ep) for n in config.nodes] == nodes
+    assert {n.model for n in config.nodes} == {tmp_path / "tiny-deepseek"}
 
 
 @pytest.mark.parametrize("name", MADE)
