@@ -20,8 +20,9 @@ from jax import lax
 
 from pallas_kernels.paging import MASKED, pad_table, pages_per_block, read_latent_block
 
-# Tokens of one row that are taken together. They start at the row's own first token, so a batch of
-# short rows wastes little; twice as many were no faster for a long row.
+# Tokens of one row that are taken together, from the row's own first token on, so that a batch of
+# short rows wastes little. On a CPU, 64 took up to 1.6 times as long for eight rows of 8 to 32
+# tokens, and 0.7 to 0.9 times as long for one row of 1,024.
 QUERY_BLOCK = 32
 
 
