@@ -209,7 +209,8 @@ def main(
         console.print()
         decoded, prefilled = state_of(deployment, "decode"), state_of(deployment, "prefill")
     if made(model) is not None:
-        console.print("random weights: the text is noise; what counts is that both agree")
+        noise = "noise, and a draft a guess" if mtp else "noise"
+        console.print(f"random weights: the text is {noise}; what counts is that both agree")
     rule = copy_rule(d.model, d, answer.timing)
     console.print(account(answer, decoded, prefilled, rule))
     console.rule("prefill and decode in one process")
