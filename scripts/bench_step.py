@@ -1,14 +1,16 @@
 """Times of the jitted prefill and decode steps over meshes, batches and lengths.
 
 Prefill steps are timed with and without the trigger, interleaved, and beside that stands what one
-trigger call costs by itself: the difference of two programs that differ in nothing else. Every row
-is of this machine in this run; trust the ratios.
+trigger call costs by itself: the difference of two programs that differ in nothing else. With --mtp
+decode steps are timed without and with drafts, interleaved. Every row is of this machine in this
+run; trust the ratios.
 """
 
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,10 +74,10 @@ def prefill_run(runner: "ModelRunner", tokens: int, earlier: int) -> Callable[[]
 
 
 def decode_run(runner: "ModelRunner", rows: int, length: int) -> Callable[[], None]:
-    """One decode step of `rows` rows per rank, each at cache length `length`."""
+    """One decode step of `rows` rows per rank, each at cache length `length`, one more to come."""
     from jaxdisagg.runner import RowSampling
 
-    pages = -(-length // runner.node.cache.page_size)
+    pages = -(-(length + 1) // runner.node.cache.page_size)
     greedy = RowSampling(0.0, 0, 1.0, 0)
 
     def run() -> None:
@@ -83,7 +85,7 @@ def decode_run(runner: "ModelRunner", rows: int, length: int) -> Callable[[], No
         for rank in range(runner.dp):
             for i in range(rows):
                 ids = np.arange(1 + i * pages, 1 + (i + 1) * pages, dtype=np.uint32)
-                scheduler.add(DecodeRow(f"{rank}-{i}", rank, ids, 1, length - 1, length - 1))
+                scheduler.add(DecodeRow(f"{rank}-{i}", rank, ids, 1, length - 1, length, context=0))
         step = scheduler.next_step()
         assert step is not None
         runner.decode(step, lambda _: greedy).tokens()
@@ -128,6 +130,19 @@ def trigger_call_ns(runner: "ModelRunner", trigger: Any, repeats: int) -> float:
     return max(with_ - without, 0.0) / CALLS_IN_CHAIN * 1e9
 
 
+def drafts_of(plain: float, drafting: float) -> dict[str, float]:
+    """What drafts cost, from the seconds of a step without and with them.
+
+    A step with drafts gives 1 + a tokens for a share `a` of drafts that are right, so it gains
+    from the share on by which it takes longer.
+    """
+    return {
+        "ms_drafts": drafting * 1e3,
+        "drafts_ratio": drafting / plain,
+        "break_even_acceptance": drafting / plain - 1,
+    }
+
+
 def rows_of_mesh(node: NodeConfig, lengths: tuple[int, ...], repeats: int) -> Iterator[Any]:
     """Yields (done, total, row or None) while one mesh is measured."""
     from ffi_transport.engine import TransferEngine
@@ -141,9 +156,14 @@ def rows_of_mesh(node: NodeConfig, lengths: tuple[int, ...], repeats: int) -> It
     with TransferEngine(EngineConfig(provider="loopback")) as engine:
         model = load_model(node)
         trigger = make_trigger(engine.index)
-        parts = (node, model.family, model.config, model.params, model.mesh, model.rules)
+        config = replace(model.config, mtp=False)
+        shared = (model.params, model.mesh, model.rules)
+        parts = (replace(node, mtp=False), model.family, config, *shared)
         plain, triggered = ModelRunner(*parts), ModelRunner(*parts, trigger=trigger)
-        for runner in (plain, triggered):
+        decoders = [plain]
+        if node.mtp:
+            decoders.append(ModelRunner(node, model.family, model.config, *shared))
+        for runner in {plain, triggered, *decoders}:
             runner.warm_up()
         call_ns = trigger_call_ns(triggered, trigger, repeats)
         yield 1, total, None
@@ -177,8 +197,10 @@ def rows_of_mesh(node: NodeConfig, lengths: tuple[int, ...], repeats: int) -> It
                 )
         for rows in batches:
             for length in lengths:
-                (times,) = interleaved([decode_run(plain, rows, length or 1)], repeats)
-                ms, low, high = median_ci(times)
+                times = interleaved(
+                    [decode_run(r, rows, max(length, 2)) for r in decoders], repeats
+                )
+                (ms, low, high), *drafting = map(median_ci, times)
                 done += 1
                 yield (
                     done,
@@ -191,7 +213,8 @@ def rows_of_mesh(node: NodeConfig, lengths: tuple[int, ...], repeats: int) -> It
                         "ms_trigger_off": ms * 1e3,
                         "ms_ci95": [low * 1e3, high * 1e3],
                         "tokens_per_s": rows * node.mesh.dp / ms,
-                    },
+                    }
+                    | (drafts_of(ms, drafting[0][0]) if drafting else {}),
                 )
         counted = engine.counters()
         assert counted["triggers"] > 0, "the trigger was never called"
@@ -199,13 +222,15 @@ def rows_of_mesh(node: NodeConfig, lengths: tuple[int, ...], repeats: int) -> It
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
     """The rows for a terminal."""
-    table = Table(title="step times, milliseconds", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    title = "step times, milliseconds; prefill: trigger off and on, decode: drafts off and on"
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for column in ("mesh", "step", "size", "context", "off", "95 %", "on", "on/off", "trigger",
                    "tokens/s"):  # fmt: skip
         table.add_column(column, justify="right")
     for row in rows:
         low, high = row["ms_ci95"]
         prefill = row["step"] == "prefill"
+        on, ratio = ("ms_trigger_on", "on_off_ratio") if prefill else ("ms_drafts", "drafts_ratio")
         table.add_row(
             row["mesh"],
             row["step"],
@@ -213,8 +238,8 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
             str(row["context"]),
             f"{row['ms_trigger_off']:.1f}",
             f"{low:.1f}..{high:.1f}",
-            f"{row['ms_trigger_on']:.1f}" if prefill else "",
-            f"{row['on_off_ratio']:.3f}" if prefill else "",
+            f"{row[on]:.1f}" if on in row else "",
+            f"{row[ratio]:.3f}" if ratio in row else "",
             f"{row['trigger_share']:.4%}" if prefill else "",
             f"{row['tokens_per_s']:.0f}",
         )
@@ -231,6 +256,7 @@ def main(
     page_size: int = 16,
     repeats: Annotated[int, typer.Option(min=1)] = 20,
     rules: Annotated[Path | None, typer.Option(help="sharding rules, TOML")] = None,
+    mtp: Annotated[bool, typer.Option("--mtp", help="time decode with drafts beside")] = False,
     json: Annotated[Path | None, typer.Option(help="write the rows here")] = None,
 ) -> None:
     """Time prefill and decode steps on each mesh, prefill with the trigger on and off."""
@@ -242,7 +268,7 @@ def main(
             parse_numbers(batch, "batch"),
             parse_numbers(lengths, "lengths"),
         )
-        longest = max(contexts) + max(sizes)
+        longest = max(contexts) + max(*sizes, 4)
         pages = (max(rows_) + 1) * -(-longest // page_size) + 1
         base = NodeConfig(
             role="mixed",
@@ -251,6 +277,7 @@ def main(
             cache=CacheConfig(page_size=page_size, pages=pages),
             batch=BatchConfig(chunks=sizes, decode_rows=rows_, max_model_len=longest),
             rules=rules,
+            mtp=mtp,
         )
         nodes = [parse_node(text, base) for text in mesh or ["tp=1"]]
         devices = max(node.mesh.devices for node in nodes)
