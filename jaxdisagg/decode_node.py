@@ -26,7 +26,6 @@ from jaxdisagg.page_pool import PageState
 from jaxdisagg.prefiller import Prefiller
 from jaxdisagg.request import DecodeState, decode_life
 from jaxdisagg.runner import DecodeResult, ModelRunner, RowSampling
-from jaxdisagg.sampler import MAX_LOGPROBS
 from jaxdisagg.scheduler import DecodeRow, DecodeScheduler
 from jaxdisagg.token_stream import TokenStream
 
@@ -282,7 +281,7 @@ class DecodeNode(StepLoop):
             a is not None and a.request.sampling.logprobs is not None
             for a in (self._active.get(run.row.id) for run in result.step.runs)
         )
-        scores = result.logprobs() if wanted else None
+        scores = result.scores() if wanted else None
         now = time.monotonic()
         for i, (run, found) in enumerate(zip(result.step.runs, tokens, strict=True)):
             active = self._active.get(run.row.id)
@@ -295,8 +294,10 @@ class DecodeNode(StepLoop):
             if self._drafts is not None:
                 self._drafts["proposed"] += drafts[i] >= 0
                 self._drafts["accepted"] += len(found) - 1
+            shown = active.request.sampling.logprobs
             for j, token in enumerate(found):
-                self._take(active, (i, j), token, scores)
+                score = None if shown is None or scores is None else scores.of(i, j, shown)
+                self._take(active, token, *(score or (None, ())))
                 if active.life.over:
                     break  # the rest was drawn after the end
         for active in ended:
@@ -305,11 +306,11 @@ class DecodeNode(StepLoop):
     def _take(
         self,
         active: ActiveRequest,
-        at: tuple[int, int],
         token: int,
-        scores: tuple[Any, Any, Any] | None,
+        logprob: float | None,
+        top: tuple[tuple[int, float], ...],
     ) -> None:
-        """Hand out one token; `at` is its place (run, place in the run) in the scores."""
+        """Hand out one token, with the logprobs if they were asked for."""
         request = active.request
         if token in request.stop_token_ids:
             self._end(active, DecodeState.FINISHED)
@@ -317,19 +318,9 @@ class DecodeNode(StepLoop):
             return
         active.generated += 1
         done = active.generated >= request.max_tokens
-        output = TokenOutput(token, finish_reason="length" if done else None)
-        if request.sampling.logprobs is not None and scores is not None:
-            chosen, ids, logprobs = scores
-            n = min(request.sampling.logprobs, MAX_LOGPROBS)
-            output = TokenOutput(
-                token,
-                float(chosen[at]),
-                tuple(zip(ids[at][:n].tolist(), logprobs[at][:n].tolist(), strict=True)),
-                output.finish_reason,
-            )
         if done:
             self._end(active, DecodeState.FINISHED)
-        active.stream.deliver(output)
+        active.stream.deliver(TokenOutput(token, logprob, top, "length" if done else None))
 
     def next_deadline(self) -> float | None:
         """When something is due without a call: the prefiller's next time, or a waiter's end."""

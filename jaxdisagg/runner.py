@@ -52,6 +52,21 @@ class RowSampling:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """Logprobs of a step's tokens by (run, place in the run): [runs, k], best ones [runs, k, n]."""
+
+    chosen: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+    def of(self, run: int, place: int, n: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+        """The logprob of one token, and the best n (id, logprob) of its distribution."""
+        ids, logprobs = self.top_ids[run, place, :n], self.top_logprobs[run, place, :n]
+        best = tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))
+        return float(self.chosen[run, place]), best
+
+
+@dataclass(frozen=True)
 class DecodeResult:
     """A dispatched decode step; `index[i]` is where the output of its i-th run is.
 
@@ -70,14 +85,10 @@ class DecodeResult:
         counts = np.asarray(self.outputs.counts)[self.index].tolist()
         return [found[:n] for found, n in zip(tokens, counts, strict=True)]
 
-    def logprobs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Logprob of each token f32 [runs, k], best ids i32 and logprobs f32 [runs, k, n]."""
+    def scores(self) -> Scores:
+        """The logprobs of all tokens."""
         out = self.outputs
-        return (
-            self._of_runs(out.logprobs),
-            self._of_runs(out.top_ids),
-            self._of_runs(out.top_logprobs),
-        )
+        return Scores(*map(self._of_runs, (out.logprobs, out.top_ids, out.top_logprobs)))
 
     def drafts(self) -> list[int]:
         """The token that each run proposed as its second, -1 where none."""
