@@ -11,6 +11,8 @@ YARN = {
     "beta_slow": 1,
     "original_max_position_embeddings": 32,
 }
+# With these the turns over 32 tokens have pairs on both sides of both bounds.
+RAMP = {"rope_theta": 100.0, "beta_fast": 2, "beta_slow": 0.25}
 # What the released config.json holds, small.
 BASE = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -65,11 +67,12 @@ def _yarn(**change: Any) -> dict[str, Any]:
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     # yarn whose two mscales cancel in cos and sin and stay in the softmax, as released; MTP
     "deepseek_yarn": ({**BASE, "num_nextn_predict_layers": 1}, 21),
-    # two mscales that do not cancel; other bounds of the ramp; values wider than keys; 8 groups
+    # two mscales that do not cancel; a ramp with pairs before, on and after it; values wider than
+    # keys; 8 groups
     "deepseek_yarn_mscale": (
         {
             **_NEW_SPELLING,
-            "rope_parameters": _yarn(factor=8.0, mscale=0.7, mscale_all_dim=1.3, beta_fast=16),
+            "rope_parameters": _yarn(factor=8.0, mscale=0.7, mscale_all_dim=1.3, **RAMP),
             "qk_nope_head_dim": 8,
             "qk_rope_head_dim": 16,
             "v_head_dim": 24,
@@ -78,11 +81,12 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         },
         22,
     ),
-    # yarn without mscales: all of it is in cos and sin; rotated halves instead of pairs
+    # yarn without mscales: all of it is in cos and sin; bounds of the ramp between pairs;
+    # rotated halves instead of pairs
     "deepseek_yarn_halves": (
         {
             **_NEW_SPELLING,
-            "rope_parameters": _yarn(mscale=None, mscale_all_dim=None, beta_slow=2),
+            "rope_parameters": _yarn(mscale=None, mscale_all_dim=None, truncate=False, **RAMP),
             "rope_interleave": False,
             "qk_nope_head_dim": 24,
             "v_head_dim": 8,
