@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import pytest
 from leases import lent
-from nodes import CHUNK, PAGE, Pair, generate_all, mixed, timing_of
+from nodes import CHUNK, PAGE, Pair, generate_all, mixed, timing_of, wait_until
 
-from jaxdisagg.config import BatchConfig
+from jaxdisagg.config import BatchConfig, Timeouts
 from jaxdisagg.transfer_plan import pages_for
 
 TOLERANCE = 1e-3
@@ -126,13 +126,26 @@ def test_tokens_apart_are_those_of_transformers(nodes, at_once):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_pages_and_contexts_arrive_byte_for_byte(nodes, length):
-    pair = nodes.pair
+    tokens = next(p for p in nodes.golden.prompts if len(p) == length)
+    check_pages(nodes.pair, tokens, nodes.case.mtp, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_pages_and_contexts_of_bfloat16_arrive_byte_for_byte(golden, golden_folder):
+    sides = {"prefill": {"tp": 2}, "decode": {"tp": 4}}
+    with Pair(golden_folder(DEEPSEEK), shuffle=True, mtp=True, dtype="bfloat16", **sides) as pair:
+        for prompt in golden(DEEPSEEK).prompts[::4]:
+            check_pages(pair, prompt, mtp=True, atol=1.0)
+
+
+def check_pages(pair, tokens, mtp, atol):
+    """Serve one prompt, then compare the pages and context rows of every device by checksum."""
+    length = len(tokens)
     sent, got = lent(pair.prefill.node), lent(pair.decode.node)
     buffers = [
         [free[-1] for free in holder._contexts]  # the next to be lent on each dp rank
         for holder in (pair.prefill.node, pair.decode.messenger._attempts)
     ]
-    tokens = next(p for p in nodes.golden.prompts if len(p) == length)
     generate_all(pair.decode.node, [tokens], 1, prefix=f"pages-{length}")
     pair.idle()
     if length == 1:
@@ -151,11 +164,11 @@ def test_pages_and_contexts_arrive_byte_for_byte(nodes, length):
             ours = ours[:1] * len(theirs)
         # The decoder runs the last prompt token itself; with MTP it has also written the module's
         # row before that once more, from the context, on its own mesh.
-        known = length - 1 - (nodes.case.mtp and layer == layers - 1)
+        known = length - 1 - (mtp and layer == layers - 1)
         for rank, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
             equal = zlib.crc32(mine[:known].tobytes()) == zlib.crc32(its[:known].tobytes())
             assert equal, f"layer {layer} rank {rank}"
-            np.testing.assert_allclose(mine[: length - 1], its[: length - 1], atol=1e-4)
+            np.testing.assert_allclose(mine[: length - 1], its[: length - 1], atol=atol)
             assert mine[: length - 1].any(axis=1).all(), "an empty row proves nothing"
     rows = [
         row
@@ -171,7 +184,7 @@ def copies(cache, dp_rank, layer, pages):
     tp = cache.mesh.size // cache.mesh.shape["dp"]
     found = []
     for rank in range(dp_rank * tp, (dp_rank + 1) * tp):
-        read = cache.read_pages(rank, layer, pages)
+        read = cache.read_pages(rank, layer, pages).astype(np.float32)
         read = np.moveaxis(read, -2, 1) if read.ndim > 2 else read
         found.append(read.reshape(-1, read.shape[-1] if read.ndim == 2 else read[0, 0].size))
     return found
@@ -270,3 +283,14 @@ def test_tokens_in_one_process_are_those_of_transformers(golden, golden_folder, 
         check(generate_all(parts.node, expected.prompts, new, at_once=8), expected, new)
     finally:
         parts.stop(10.0)
+
+
+@pytest.mark.slow
+def test_nodes_of_which_one_drafts_refuse_each_other_by_name(golden_folder):
+    sides = {"prefill": {"mtp": True}, "decode": {"mtp": False}}
+    few = {"batch": FEW, "timeouts": Timeouts(connect=1.0), "connected": False}
+    with Pair(golden_folder(DEEPSEEK), **sides, **few) as pair:
+        wait_until(
+            lambda: "refused" in (pair.decode.messenger.unavailable() or ""), "it was refused"
+        )
+        assert "refused: mtp: off at decode-0, on at prefill-0)" in pair.decode.node.ready()[1]
