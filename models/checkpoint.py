@@ -6,6 +6,7 @@ The folder holds Hugging Face safetensors, which are read here, or the native fo
 
 import hashlib
 import math
+import mmap
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from models.interface import HFSource, ModelConfig, ModelFamily, Params, ParamSpec
 from models.load_stats import AnonymousMemory, LoadStats, device_bytes
@@ -26,6 +27,7 @@ from models.tensor_views import BlockFp8View, PlainView, TensorView
 
 _PROBLEMS_SHOWN = 50
 _COMPARED_BYTES = 1 << 24  # of two tensors that must be equal, at a time
+_MAPPED_BYTES = 1 << 20  # of a shard that gets memory of its own from the kernel
 _FP8 = "F8_E4M3"
 _UNQUANTIZED = tuple(name for name in DTYPES if name != _FP8)
 
@@ -40,8 +42,11 @@ class Checkpoint(Protocol):
     specs: dict[str, ParamSpec]
     exact: bool
 
-    def load(self, names: Iterable[str]) -> Params:
-        """The parameters of these names, in the dtypes of `specs`, on their devices."""
+    def load(self, names: Iterable[str], memory: AnonymousMemory | None = None) -> Params:
+        """The parameters of these names, in the dtypes of `specs`, on their devices.
+
+        `memory` is told of each before it is made.
+        """
         ...
 
 
@@ -74,9 +79,8 @@ def load_measured(checkpoint: Checkpoint) -> tuple[Params, LoadStats]:
     """Every parameter of a checkpoint, and what loading them took."""
     begin = time.perf_counter()
     with AnonymousMemory() as memory:
-        params = jax.block_until_ready(checkpoint.load(checkpoint.specs))
+        params = jax.block_until_ready(checkpoint.load(checkpoint.specs, memory))
     seconds = time.perf_counter() - begin
-    on_host = device_bytes(params.values(), "cpu")
     return params, LoadStats(
         parameters=sum(p.size for p in params.values()),
         device_bytes=device_bytes(params.values()),
@@ -86,7 +90,7 @@ def load_measured(checkpoint: Checkpoint) -> tuple[Params, LoadStats]:
             for spec in checkpoint.specs.values()
             for source in spec.sources
         ),
-        host_peak=None if memory.peak is None else max(0, memory.peak - on_host),
+        host_peak=memory.peak,
     )
 
 
@@ -151,14 +155,20 @@ class SafetensorsCheckpoint:
             for source in spec.sources
         )
 
-    def load(self, names: Iterable[str]) -> Params:
-        """The parameters of these names on their devices."""
-        return {name: self._load(self.specs[name]) for name in names}
+    def load(self, names: Iterable[str], memory: AnonymousMemory | None = None) -> Params:
+        """See Checkpoint."""
+        params = {}
+        for name in names:
+            spec = self.specs[name]
+            sharding = self._rules.sharding(self._mesh, spec.axes)
+            if memory is not None:
+                memory.expect(jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding))
+            params[name] = self._load(spec, sharding)
+        return params
 
-    def _load(self, spec: ParamSpec) -> jax.Array:
+    def _load(self, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
         """One parameter; a shard is made once, and copied for its replicas."""
         views = [self._view(source) for source in spec.sources]
-        sharding = self._rules.sharding(self._mesh, spec.axes)
         devices: dict[tuple[slice, ...], list[jax.Device]] = {}
         for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
             devices.setdefault(index or (slice(None),) * len(spec.shape), []).append(device)
@@ -196,10 +206,16 @@ def _fill(
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array at an address from which the CPU back end takes it without a copy."""
+    """A writable array at an address from which the CPU back end takes it without a copy."""
     size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + 64, np.uint8)
-    begin = -raw.ctypes.data % 64
+    if size >= _MAPPED_BYTES:
+        # numpy would ask for huge pages, which a kernel whose memory is full of cached files makes
+        # room for first: loading took twice as long.
+        raw = np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+        begin = 0
+    else:
+        raw = np.empty(size + 64, np.uint8)
+        begin = -raw.ctypes.data % 64
     return raw[begin : begin + size].view(dtype).reshape(shape)
 
 

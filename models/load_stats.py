@@ -1,5 +1,6 @@
 """What loading a model costs: bytes, time, and host memory beside the parameters."""
 
+import math
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,9 +18,7 @@ class LoadStats:
     """One load. All sizes in bytes, of this process and its devices.
 
     `device_bytes` counts every replica, `largest_tensor` is that of the stored tensors in the
-    model's dtype, `host_peak` the most anonymous memory beyond what was there before and beyond
-    the parameters themselves (files mapped into memory do not count); None where the system does
-    not tell.
+    model's dtype, `host_peak` the most memory beside the parameters (`AnonymousMemory.peak`).
     """
 
     parameters: int
@@ -37,27 +36,31 @@ class LoadStats:
         )
 
 
-def device_bytes(arrays: Iterable[jax.Array], platform: str | None = None) -> int:
-    """Bytes of all shards on this process's devices, or on those of a platform alone."""
-    return sum(
-        shard.data.nbytes
-        for array in arrays
-        for shard in array.addressable_shards
-        if platform in (None, shard.device.platform)
-    )
+def device_bytes(arrays: Iterable[jax.Array]) -> int:
+    """Bytes of all shards on this process's devices."""
+    return sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
 
 
 class AnonymousMemory:
     """A context in which this process's anonymous memory is sampled; then see `peak`.
 
-    `peak` is in bytes beyond what was in use at the beginning; None where /proc does not tell.
-    Memory that lives for less than two milliseconds may escape it.
+    `peak` is the most bytes at any moment beyond what was in use at the beginning and beyond the
+    arrays expected by then; None where /proc does not tell. Files mapped into memory do not count.
+    Memory that lives for less than two milliseconds may escape.
     """
 
     def __init__(self) -> None:
         self.peak: int | None = None
+        self._expected = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="memory-sampler", daemon=True)
+
+    def expect(self, array: jax.ShapeDtypeStruct) -> None:
+        """What follows makes this (sharded) array; where devices are the host, it is no excess."""
+        assert array.sharding is not None
+        shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        devices = array.sharding.addressable_devices
+        self._expected += shard * sum(device.platform == "cpu" for device in devices)
 
     def __enter__(self) -> Self:
         self._before = _anonymous_bytes()
@@ -81,7 +84,7 @@ class AnonymousMemory:
     def _note(self) -> None:
         now = _anonymous_bytes()
         if now is not None and self._before is not None:
-            self.peak = max(self.peak or 0, now - self._before)
+            self.peak = max(self.peak or 0, now - self._before - self._expected)
 
 
 def _anonymous_bytes() -> int | None:

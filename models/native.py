@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from models.checkpoint import listed
 from models.interface import ModelConfig, Params, ParamSpec
+from models.load_stats import AnonymousMemory
 from models.native_info import NATIVE, VERSION, read_info
 from models.quantization import FIELD as QUANTIZATION
 from models.registry import family_of
@@ -107,18 +108,20 @@ class NativeCheckpoint:
             for name, spec in self.specs.items()
         )
 
-    def load(self, names: Iterable[str]) -> Params:
-        """The parameters of these names, in the dtypes of `specs`, on their devices."""
+    def load(self, names: Iterable[str], memory: AnonymousMemory | None = None) -> Params:
+        """See checkpoint.Checkpoint."""
         names, params = list(names), {}
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             for batch in self._batches(names):
+                wanted = {name: self._array(self.specs[name]) for name in batch}
+                if memory is not None:
+                    for array in wanted.values():
+                        memory.expect(array)
                 restoring = {
                     name: ocp.ArrayRestoreArgs(
-                        sharding=self._rules.sharding(self._mesh, self.specs[name].axes),
-                        global_shape=self.specs[name].shape,
-                        dtype=jnp.dtype(self.specs[name].dtype),
+                        sharding=array.sharding, global_shape=array.shape, dtype=array.dtype
                     )
-                    for name in batch
+                    for name, array in wanted.items()
                 }
                 args = ocp.args.PyTreeRestore(
                     item=dict.fromkeys(batch, 0), restore_args=restoring, partial_restore=True
@@ -129,6 +132,10 @@ class NativeCheckpoint:
                     reason = str(error.__cause__ or error).splitlines()[0]
                     raise ValueError(f"{self._path} cannot be read: {reason}") from error
         return {name: params[name] for name in names}
+
+    def _array(self, spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        sharding = self._rules.sharding(self._mesh, spec.axes)
+        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
 
     def _batches(self, names: list[str]) -> Iterator[list[str]]:
         """The names in groups that are read together, each no larger than the largest parameter."""

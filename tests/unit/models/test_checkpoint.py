@@ -200,22 +200,25 @@ def test_copies_in_the_mtp_module_must_be_equal(tmp_path: Path, copy: str):
 
 
 @pytest.mark.parametrize("stacked", [True, False])
-def test_host_memory_stays_near_the_largest_tensor(tmp_path: Path, stacked: bool):
-    sizes = {"hidden_size": 512, "vocab_size": 4096, "num_hidden_layers": 4}
-    sizes |= {"num_experts": 16, "moe_intermediate_size": 256, "intermediate_size": 4096}
-    config = {**EXPERTS, **sizes} if stacked else sizes
-    write(tmp_path, files=3, **config)
+@pytest.mark.parametrize("tp", [1, 4])
+def test_host_memory_stays_near_the_largest_tensor(tmp_path: Path, tp: int, stacked: bool):
+    sizes = {"hidden_size": 512, "vocab_size": 4096, "num_hidden_layers": 2}
+    if stacked:  # the experts of a layer are more than any tensor that is stored
+        sizes |= {**EXPERTS, "num_experts": 32, "moe_intermediate_size": 256}
+    else:
+        sizes |= {"intermediate_size": 4096, "num_hidden_layers": 3}
+    write(tmp_path, files=3, **sizes)
     _, config = load_config(tmp_path)
-    mesh = make_mesh(1, 4, config.num_kv_heads)
+    mesh = make_mesh(1, tp, config.num_kv_heads)
     params, stats = load_measured(open_checkpoint(tmp_path, config, mesh, DEFAULT_RULES))
     assert stats.parameters == sum(p.size for p in params.values())
     assert stats.device_bytes == sum(
         shard.data.nbytes for p in params.values() for shard in p.addressable_shards
     )
     assert stats.largest_tensor == 4 * 4096 * 512
-    assert stats.device_bytes > 110e6
+    assert stats.device_bytes > 80e6
     assert stats.host_peak is not None
-    assert stats.host_peak < 2 * stats.largest_tensor
+    assert stats.host_peak < stats.largest_tensor
 
 
 def test_no_weights_at_all(tmp_path: Path):
