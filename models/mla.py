@@ -220,7 +220,7 @@ def write_and_attend(
             return jnp.einsum("bnr,nvr->bnv", attended, w_uv), cache
         q = jnp.concatenate([q_nope, q_rope], axis=-1)
         where = (batch.rows, batch.positions, batch.page_table)
-        return mla_prefill(q, cache, *where, w_uk, w_uv.transpose(0, 2, 1), scale=scale), cache
+        return mla_prefill(q, cache, *where, w_uk, w_uv, scale=scale), cache
 
     run = jax.shard_map(
         local,

@@ -25,8 +25,8 @@ def mla_prefill(
     q [T, N, Hn+C], the part without position and its rotated part behind it; cache [P, Z, R+C],
     each row a normed latent and the rotated key that all heads share, the chunk's own being in the
     pages already; rows [T] i32, the row of page_table [B, W] that token t belongs to, negative for
-    padding; positions [T] i32; w_uk [N, Hn, R] and w_uv [N, R, Hv]. Head n reads keys
-    [w_uk[n] . latent ; rotated key] and values latent . w_uv[n] (DeepSeek-V2, arXiv:2405.04434,
+    padding; positions [T] i32; w_uk [N, Hn, R] and w_uv [N, Hv, R]. Head n reads keys
+    [w_uk[n] . latent ; rotated key] and values w_uv[n] . latent (DeepSeek-V2, arXiv:2405.04434,
     section 2.1). Token t attends to positions 0..positions[t] of its row. Returns [T, N, Hv] in q's
     dtype; padding gives zeros. Any order of tokens is right; tokens of one row side by side are
     fast. Softmax in f32. What lies past the last attended position of a row, NaN included, never
@@ -36,12 +36,12 @@ def mla_prefill(
     check_latent(q, cache, page_table)
     if w_uk.ndim != 3 or w_uv.ndim != 3:
         raise ValueError(
-            f"expected w_uk [N, Hn, R], w_uv [N, R, Hv]; got {w_uk.shape}, {w_uv.shape}"
+            f"expected w_uk [N, Hn, R], w_uv [N, Hv, R]; got {w_uk.shape}, {w_uv.shape}"
         )
     heads, nope, latent = w_uk.shape
-    if heads != q.shape[1] or w_uv.shape[:2] != (heads, latent):
+    if heads != q.shape[1] or w_uv.shape[::2] != (heads, latent):
         raise ValueError(
-            f"w_uk {w_uk.shape} [N, Hn, R] and w_uv {w_uv.shape} [N, R, Hv] do not fit q {q.shape} "
+            f"w_uk {w_uk.shape} [N, Hn, R] and w_uv {w_uv.shape} [N, Hv, R] do not fit q {q.shape} "
             f"[T, N, Hn+C]: N and R must be equal"
         )
     rotated = q.shape[2] - nope

@@ -30,7 +30,7 @@ def mla_prefill(
         live = jnp.arange(len(kept)) < length
         kept = jnp.where(live[:, None], kept, 0)
         keys = jnp.einsum("sr,nhr->nsh", kept[:, :latent], w_uk, precision="highest")
-        values = jnp.einsum("sr,nrh->nsh", kept[:, :latent], w_uv, precision="highest")
+        values = jnp.einsum("sr,nhr->nsh", kept[:, :latent], w_uv, precision="highest")
         scores = jnp.einsum("nh,nsh->ns", q_t[:, :nope], keys, precision="highest")
         scores += jnp.einsum("nc,sc->ns", q_t[:, nope:], kept[:, latent:], precision="highest")
         # MASKED, not -inf: padding weighs its zeros evenly and gives 0, not NaN.

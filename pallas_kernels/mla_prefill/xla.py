@@ -43,14 +43,14 @@ def mla_prefill(
     """
     tokens, heads, _ = q.shape
     page_size, width = cache.shape[1:]
-    latent, v_dim = w_uv.shape[1:]
+    v_dim, latent = w_uv.shape[1:]
     block = pages_per_block(page_size, page_table.shape[1])
     table = pad_table(page_table, block)
     span = block * page_size  # keys per block
     queries = min(QUERY_BLOCK, tokens)
     # Both as [N*H, R]: then a block is decompressed by one plain matmul, heads first, keys last.
     w_k = w_uk.astype(cache.dtype).reshape(-1, latent)
-    w_v = w_uv.astype(cache.dtype).transpose(0, 2, 1).reshape(-1, latent)
+    w_v = w_uv.astype(cache.dtype).reshape(-1, latent)
     # A query block may begin at any token, so it may reach past the end.
     rows = jnp.pad(rows, (0, queries), constant_values=-1)
     positions = jnp.pad(positions, (0, queries))

@@ -38,7 +38,7 @@ def make_case(
     cache = rng.standard_normal((1 + ROWS * width, page_size, latent + rotated), np.float32)
     table = 1 + rng.permutation(ROWS * width).reshape(ROWS, width)
     w_uk = rng.standard_normal((heads, nope, latent), np.float32) * latent**-0.5
-    w_uv = rng.standard_normal((heads, latent, v_dim), np.float32) * latent**-0.5
+    w_uv = rng.standard_normal((heads, v_dim, latent), np.float32) * latent**-0.5
     return q, cache, *(a.astype(np.int32) for a in (rows, positions, table)), w_uk, w_uv
 
 
@@ -55,12 +55,12 @@ def naive(q, cache, rows, positions, table, w_uk, w_uv, dtype="float32"):
     rounded = (a.astype(jnp.dtype(dtype)) for a in (q, cache, w_uk, w_uv))
     q, cache, w_uk, w_uv = (np.asarray(a, np.float64) for a in rounded)
     latent = w_uk.shape[2]
-    out = np.zeros((*q.shape[:2], w_uv.shape[2]))
+    out = np.zeros((*q.shape[:2], w_uv.shape[1]))
     for r in {*rows.tolist()} - {-1}:
         kept = cache[table[r]].reshape(-1, cache.shape[2])  # the whole row, in the table's order
         for n in range(q.shape[1]):
             keys = np.concatenate([kept[:, :latent] @ w_uk[n].T, kept[:, latent:]], axis=1)
-            values = kept[:, :latent] @ w_uv[n]
+            values = kept[:, :latent] @ w_uv[n].T
             for t in np.flatnonzero(rows == r):
                 scores = keys[: positions[t] + 1] @ q[t, n] * SCALE
                 weights = np.exp(scores - scores.max())
@@ -252,11 +252,11 @@ def test_memory_stays_bounded(dtype):
     """No copy of the cache, and no row decompressed whole: 8 rows over 1,024 positions each."""
     i32 = "int32"
     shapes = [((1024, 4, 192), dtype), ((1025, 16, 576), dtype), ((1024,), i32), ((1024,), i32)]
-    shapes += [((8, 64), i32), ((4, 128, 512), dtype), ((4, 512, 128), dtype)]
+    shapes += [((8, 64), i32), ((4, 128, 512), dtype), ((4, 128, 512), dtype)]
     args = [jax.ShapeDtypeStruct(*s) for s in shapes]
     step = jax.jit(lambda *a: mla_prefill(*a, scale=1.0, backend="xla"))
     memory = step.lower(*args).compile().memory_analysis()
-    # q, w_uv and the result, each once or twice over; all rows decompressed take 42 MB in f32 and
+    # q and the result, each once or twice over; all rows decompressed take 42 MB in f32 and
     # the cache itself 38.
     assert memory.temp_size_in_bytes < 16 << 20
 
@@ -269,13 +269,13 @@ def test_shapes_that_do_not_fit_are_refused():
         attend(q, cache, rows, positions[:3], table, w_uk, w_uv)
     with pytest.raises(ValueError, match=r"w_uk \(2, 12, 20\) .* do not fit q \(304, 3, 18\)"):
         attend(q, cache, rows, positions, table, w_uk[:2], w_uv[:2])
-    with pytest.raises(ValueError, match=r"w_uv \(3, 19, 10\) .* N and R must be equal"):
-        attend(q, cache, rows, positions, table, w_uk, w_uv[:, :19])
+    with pytest.raises(ValueError, match=r"w_uv \(3, 10, 19\) .* N and R must be equal"):
+        attend(q, cache, rows, positions, table, w_uk, w_uv[..., :19])
     with pytest.raises(ValueError, match=r"must be R \+ C = 20 \+ 6 wide"):
         attend(q, cache[..., :25], rows, positions, table, w_uk, w_uv)
     with pytest.raises(ValueError, match=r"must be R \+ C = 20 \+ -2 wide"):
         attend(q[..., :10], cache[..., :18], rows, positions, table, w_uk, w_uv)
-    with pytest.raises(ValueError, match=r"expected w_uk \[N, Hn, R\], w_uv \[N, R, Hv\]"):
+    with pytest.raises(ValueError, match=r"expected w_uk \[N, Hn, R\], w_uv \[N, Hv, R\]"):
         attend(q, cache, rows, positions, table, w_uk[0], w_uv)
     with pytest.raises(ValueError, match=r"expected q \[\., N, \.\], cache \[P, Z, R\+C\]"):
         attend(q, cache[0], rows, positions, table, w_uk, w_uv)
