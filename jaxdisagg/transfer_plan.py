@@ -17,6 +17,9 @@ import numpy as np
 MAX_UNIT_BYTES = 1 << 20
 """A page shard longer than this is listed as several units: no write is longer."""
 
+MAX_DEVICES = 4096
+"""No node has more: a peer's HELLO must not make a plan too long to be listed."""
+
 
 @dataclass(frozen=True)
 class CacheLayout:
@@ -45,6 +48,10 @@ class CacheLayout:
         for name in ("layers", "kv_heads", "head_dim", "page_size", "itemsize", "tp", "dp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)}, must be at least 1")
+        if self.devices > MAX_DEVICES:
+            raise ValueError(
+                f"tp: {self.tp} with dp {self.dp}, must be at most {MAX_DEVICES} devices"
+            )
         if self.kind == "mla" and self.kv_heads != 1:
             raise ValueError(f"kv_heads: {self.kv_heads}, must be 1 for mla (one latent)")
         if self.kind == "gqa" and self.kv_heads % self.tp and self.tp % self.kv_heads:

@@ -180,6 +180,16 @@ def test_a_layout_that_cannot_exist_is_refused_in_a_hello():
         decode(raw)
 
 
+def test_a_latent_layout_of_a_billion_ranks_is_refused_before_anything_is_planned():
+    layout = CacheLayout("mla", layers=3, kv_heads=1, head_dim=64, page_size=16, itemsize=4, tp=1)
+    fields = msgspec.to_builtins(hello(layout=layout), builtin_types=(bytes,))
+    fields |= {"regions": [], "contexts": []}
+    fields["layout"]["tp"] = 10**9
+    raw = bytes([PROTOCOL_VERSION]) + msgspec.msgpack.encode(fields)
+    with pytest.raises(MessageError, match="tp: 1000000000"):
+        decode(raw)
+
+
 def test_another_protocol_version_names_both():
     raw = bytes([PROTOCOL_VERSION + 1]) + encode(prefill())[1:]
     expected = f"{PROTOCOL_VERSION} here, {PROTOCOL_VERSION + 1} at the peer"

@@ -351,6 +351,8 @@ def test_a_latent_page_is_whole_on_every_rank_and_no_gqa_page():
         ({"tp": 3}, "tp: 3"),
         ({"tp": 0}, "tp: 0"),
         ({"dp": 0}, "dp: 0"),
+        ({"tp": 2**40}, "tp: 1099511627776 with dp 1, must be at most 4096 devices"),
+        ({"tp": 64, "dp": 65}, "tp: 64 with dp 65"),
         ({"kind": "mla"}, "kv_heads: 4"),
     ],
 )
