@@ -81,8 +81,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         },
         22,
     ),
-    # yarn without mscales: all of it is in cos and sin; bounds of the ramp between pairs;
-    # rotated halves instead of pairs
+    # yarn without mscales: all of it is in cos and sin; bounds of the ramp between pairs; rotated
+    # halves instead of pairs; all experts of the best group, those of negative score too
     "deepseek_yarn_halves": (
         {
             **_NEW_SPELLING,
@@ -92,6 +92,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
             "v_head_dim": 8,
             "n_group": 2,
             "topk_group": 1,
+            "num_experts_per_tok": 8,
         },
         23,
     ),
