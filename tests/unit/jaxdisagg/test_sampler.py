@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxdisagg.mesh import make_mesh
-from jaxdisagg.sampler import MAX_LOGPROBS, sample
+from jaxdisagg.sampler import MAX_LOGPROBS, most_likely, sample
 
 ROWS, VOCABULARY = 8, 1024
 
@@ -16,6 +16,11 @@ ROWS, VOCABULARY = 8, 1024
 @functools.cache
 def sampler(tp: int):
     return jax.jit(functools.partial(sample, mesh=make_mesh(tp=tp, dp=1, kv_heads=2)))
+
+
+@functools.cache
+def drafter(tp: int):
+    return jax.jit(functools.partial(most_likely, mesh=make_mesh(tp=tp, dp=1, kv_heads=2)))
 
 
 def logits(seed: int = 0, spread: float = 2.0) -> np.ndarray:
@@ -58,6 +63,15 @@ def test_of_equal_logits_the_first_wins(tp):
     values = np.zeros((ROWS, VOCABULARY), np.float32)
     values[:, [300, 700, 900]] = 5.0
     assert set(np.asarray(draw(values, tp=tp, temperature=0.0)[0])) == {300}
+    assert set(np.asarray(drafter(tp)(jnp.asarray(values)))) == {300}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_most_likely_token_is_argmax_over_all_shards(tp):
+    values = logits(seed=3)
+    found = np.asarray(drafter(tp)(jnp.asarray(values)))
+    np.testing.assert_array_equal(found, values.argmax(-1))
+    assert len(set(found // (VOCABULARY // 4))) > 1, "one shard alone proves nothing"
 
 
 def kept_by(values: np.ndarray, top_k: int, top_p: float) -> set[int]:

@@ -98,6 +98,19 @@ def test_a_row_gives_its_token_once_and_stops_at_its_limit():
     assert seen == [(2, [(7, 10)]), (2, [(-1, 11)]), (2, [(-1, 12)])]
 
 
+def test_a_row_that_ran_ahead_is_run_less_often():
+    """Told one step late: after the step that it learns of, one more was already taken."""
+    scheduler = DecodeScheduler(1, (2,))
+    ahead = row("a", steps=6)
+    scheduler.add(ahead)
+    steps = 0
+    while scheduler.next_step() is not None:
+        steps += 1
+        if steps > 1:  # each step gave two tokens
+            scheduler.ran_ahead(ahead, 1)
+    assert steps == 4  # three give six tokens; the fourth was taken before the third was read
+
+
 def test_rows_wait_for_a_seat_and_take_the_one_that_is_freed():
     scheduler = DecodeScheduler(1, (2,))
     rows = [row(name, steps=9) for name in "abc"]
