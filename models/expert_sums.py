@@ -14,7 +14,7 @@ GatedWeights = tuple[jax.Array, jax.Array, jax.Array]  # gate, up [E, D, F], dow
 
 # Rows that one round of the CPU's loop gives to an expert, at least and at most. A round copies the
 # expert's weights and computes all its rows: twice an expert's average number of tokens was fastest
-# (64 experts of 512 x 256, 8 a token: within 1.2 times a dense MLP of the weights that are read).
+# (scripts/bench_experts.py).
 _MIN_BLOCK, _MAX_BLOCK = 8, 128
 
 
@@ -25,16 +25,21 @@ def sum_experts(
 
     `average` is the number of tokens that an expert can be expected to have.
     """
-    count = experts[0].shape[0]
-    flat = ids.reshape(-1)
-    flat = jnp.where((flat >= 0) & (flat < count), flat, count)
-    order = jnp.argsort(flat)  # (token, choice) pairs, by expert, the foreign ones last
-    sizes = jnp.sum(flat[:, None] == jnp.arange(count), axis=0)  # pairs of each expert
-    operands = (x, weights, order, sizes, *experts)
+    operands = (x, weights, *sort_pairs(ids, experts[0].shape[0]), *experts)
     block = min(max(_MIN_BLOCK, 2 ** math.ceil(math.log2(2 * average))), _MAX_BLOCK)
     loop = functools.partial(blocked, block=block)
     out = lax.platform_dependent(*operands, default=loop, cuda=ragged)
     return out.astype(x.dtype)
+
+
+def sort_pairs(ids: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Of ids [T, k]: i32 [T * k], the pairs by expert 0..count-1 and then all others; i32 [count].
+
+    A pair's number is token * k + choice; the second array is the number of pairs of each expert.
+    """
+    flat = ids.reshape(-1)
+    flat = jnp.where((flat >= 0) & (flat < count), flat, count)
+    return jnp.argsort(flat), jnp.sum(flat[:, None] == jnp.arange(count), axis=0)
 
 
 def blocked(
@@ -50,7 +55,8 @@ def blocked(
 ) -> jax.Array:
     """f32 [T, D]: a loop over blocks of `block` pairs, each block of one expert.
 
-    There are as many rounds as the sizes ask for: an expert without tokens is not touched.
+    `order` and `sizes` as `sort_pairs` gives them. There are as many rounds as the sizes ask for:
+    an expert without tokens is not touched.
     """
     tokens, k = weights.shape
     blocks = -(-sizes // block)
@@ -63,7 +69,7 @@ def blocked(
         start = ends[e] - sizes[e] + (i - (block_ends[e] - blocks[e])) * block
         mine = start + jnp.arange(block) < ends[e]
         pairs = lax.dynamic_slice_in_dim(order, start, block)
-        rows = jnp.where(mine[:, None], x[pairs // k], 0)
+        rows = x[pairs // k]
         inner = jax.nn.silu(_dot_f32(rows, gate[e])) * _dot_f32(rows, up[e])
         y = _dot_f32(inner.astype(x.dtype), down[e]) * weights[pairs][:, None]
         return out.at[jnp.where(mine, pairs // k, tokens)].add(y, mode="drop")
@@ -80,7 +86,7 @@ def ragged(
     up: jax.Array,
     down: jax.Array,
 ) -> jax.Array:
-    """f32 [T, D]: all pairs at once, by grouped matmuls over T * k rows."""
+    """f32 [T, D] as `blocked`: all pairs at once, by grouped matmuls over T * k rows."""
     tokens, k = weights.shape
 
     def grouped(rows: jax.Array, w: jax.Array) -> jax.Array:
