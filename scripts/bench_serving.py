@@ -6,6 +6,7 @@ Every target gets the same load in every round; the order of the targets turns f
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from enum import StrEnum
@@ -22,6 +23,7 @@ from rich.table import Table
 from jaxdisagg.bench.client import Load, Segment, complete, run_segment
 from jaxdisagg.bench.load_report import add_ratios, row_of
 from jaxdisagg.bench.report import environment, write_json
+from jaxdisagg.metrics import flatten
 
 console = Console()
 
@@ -36,6 +38,7 @@ STREAM_COLUMNS = {
     "streams' ITL": ("stream_itl_p50_ms", "stream_itl_p99_ms", "stream_itl_max_ms"),
     "stall": ("stall_ms_per_request",),
 }
+DRAFT_COLUMNS = {"drafts right": ("drafts_accepted_share",)}
 WARM_UP_REQUESTS = 2
 
 
@@ -65,6 +68,24 @@ async def check(client: httpx.AsyncClient, name: str) -> str:
         raise ValueError(f"target {name} at {client.base_url} does not serve: {error}") from error
 
 
+async def drafts_of(client: httpx.AsyncClient) -> Counter[str]:
+    """Drafts `proposed` and `accepted` so far, of a node or of all nodes behind a router.
+
+    Zero where nothing is drafted, and where the server does not tell.
+    """
+    try:
+        state = (await client.get("/debug/state")).raise_for_status().json()
+        numbers = dict(flatten(state))
+    except (httpx.HTTPError, ValueError, AttributeError):
+        return Counter()
+    found = Counter[str]()
+    for path, value in numbers.items():
+        *_, group, name = ["", *path.split(".")]
+        if group == "drafts":
+            found[name] += int(value)
+    return found
+
+
 async def bench(
     targets: dict[str, str], load: Load, rounds: int, on_done: Callable[[str], None]
 ) -> list[dict[str, Any]]:
@@ -87,32 +108,55 @@ async def bench(
                 record = await complete(client, prompt, load.output_tokens, load.timeout_s)
                 if record.error is not None:
                     raise ValueError(f"target {name} failed while warming up: {record.error}")
+        before = {name: await drafts_of(client) for name, client in clients.items()}
         names = list(targets)
         for number in range(rounds):
             this = replace(load, seed=load.seed + number)
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 done = partial(on_done, name)
                 segments[name].append(await run_segment(clients[name], this, done))
+        drafts = {name: await drafts_of(c) - before[name] for name, c in clients.items()}
     finally:
         for client in clients.values():
             await client.aclose()
     rows = [
         {"target": name, "model": models[name], "rounds": rounds}
         | row_of(segments[name], load.streams)
+        | accepted_of(drafts[name])
         for name in targets
     ]
     add_ratios(rows)
     return rows
 
 
+def accepted_of(drafts: Counter[str]) -> dict[str, Any]:
+    """The part of a row about drafts; empty without any."""
+    if not drafts["proposed"]:
+        return {}
+    share = round(drafts["accepted"] / drafts["proposed"], 4)
+    return {
+        "drafts_proposed": drafts["proposed"],
+        "drafts_accepted": drafts["accepted"],
+        "drafts_accepted_share": share,
+    }
+
+
 def table_of(rows: list[dict[str, Any]], with_streams: bool) -> Table:
     """The rows as a table, below each but the first its ratios to the first."""
     columns = COLUMNS | (STREAM_COLUMNS if with_streams else {})
+    if any("drafts_accepted_share" in row for row in rows):
+        columns |= DRAFT_COLUMNS
     table = Table("target", title="times in ms")
     for title in columns:
         table.add_column(title, justify="right")
     for row in rows:
-        table.add_row(row["target"], *(_cell(row, keys, "{:.1f}") for keys in columns.values()))
+        table.add_row(
+            row["target"],
+            *(
+                _cell(row, keys, "{:.3g}" if keys in DRAFT_COLUMNS.values() else "{:.1f}")
+                for keys in columns.values()
+            ),
+        )
         if row is not rows[0]:
             cells = (_cell(row["ratios"], keys, "x{:.2f}") for keys in columns.values())
             table.add_row(f"  to {rows[0]['target']}", *cells, style="dim")

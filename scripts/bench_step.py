@@ -85,7 +85,9 @@ def decode_run(runner: "ModelRunner", rows: int, length: int) -> Callable[[], No
         for rank in range(runner.dp):
             for i in range(rows):
                 ids = np.arange(1 + i * pages, 1 + (i + 1) * pages, dtype=np.uint32)
-                scheduler.add(DecodeRow(f"{rank}-{i}", rank, ids, 1, length - 1, length, context=0))
+                scheduler.add(
+                    DecodeRow(f"{rank}-{i}", rank, ids, 1 + i, length - 1, length, context=0)
+                )
         step = scheduler.next_step()
         assert step is not None
         runner.decode(step, lambda _: greedy).tokens()

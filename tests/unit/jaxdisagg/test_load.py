@@ -167,6 +167,29 @@ async def test_the_script_compares_targets_and_writes_json(serve, app, tmp_path)
     assert "TTFT" in result.output
 
 
+@pytest.mark.parametrize("behind", ["node", "router"])
+async def test_drafts_of_a_load_are_told_from_those_before_it(
+    serve, engine, tiny_tokenizer, behind, tmp_path
+):
+    counts = iter([{"proposed": 10, "accepted": 9}, {"proposed": 50, "accepted": 19}])
+
+    def state():
+        node = {"node": "n", "drafts": next(counts), "peers": []}
+        return node if behind == "node" else {"router": {"up": 1}, "nodes": {"n": node, "p": {}}}
+
+    engine.state = state
+    path = tmp_path / "rows.json"
+    async with serve(create_app(engine, tiny_tokenizer)) as url:
+        words = ["--target", url, "--requests", "2", "--rate", "0", "--prompt-tokens", "8"]
+        words += ["--output-tokens", "4", "--rounds", "1", "--json", str(path)]
+        result = await asyncio.to_thread(CliRunner().invoke, command(), words)
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["drafts_proposed"], row["drafts_accepted"]) == (40, 10)
+    assert row["drafts_accepted_share"] == 0.25
+    assert "drafts right" in result.output
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
