@@ -177,7 +177,7 @@ async def test_drafts_of_a_load_are_told_from_those_before_it(
         node = {"node": "n", "drafts": next(counts), "peers": []}
         return node if behind == "node" else {"router": {"up": 1}, "nodes": {"n": node, "p": {}}}
 
-    engine.state = state
+    engine.state, engine.script = state, [97] * 4
     path = tmp_path / "rows.json"
     async with serve(create_app(engine, tiny_tokenizer)) as url:
         words = ["--target", url, "--requests", "2", "--rate", "0", "--prompt-tokens", "8"]
