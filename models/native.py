@@ -28,7 +28,7 @@ from models.sharding import ShardingRules
 PARAMS = "params"
 
 # A device's shard is read in whole chunks, some of which it needs only in part.
-_CHUNK_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 22
 # What is read at a time: as much as the largest parameter, but not less than this.
 _BATCH_BYTES = 1 << 26
 
