@@ -57,7 +57,7 @@ class PlainView:
         target = out.transpose(np.argsort(self._slices.order))
         step = _rows_per_piece(values)
         for i in range(0, len(values), step):
-            target[i : i + step] = values[i : i + step]
+            _put(target[i : i + step], values[i : i + step])
 
 
 class BlockFp8View:
@@ -92,7 +92,12 @@ class BlockFp8View:
             scales = of_columns.take(rows[i : i + step].reshape(-1), axis=0)
             scales = scales.reshape(piece.shape)
             scales *= np.take(_E4M3_VALUES, piece, mode="clip")
-            target[i : i + step] = scales
+            _put(target[i : i + step], scales)
+
+
+def _put(out: np.ndarray, piece: np.ndarray) -> None:
+    """out[...] = piece; converting first, since converting and transposing at once is slow."""
+    out[...] = piece.astype(out.dtype, copy=False)
 
 
 def _rows_per_piece(values: np.ndarray) -> int:
