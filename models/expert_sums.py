@@ -1,4 +1,4 @@
-"""What one device's experts add to each token: a loop of blocks on CPU, grouped matmuls on GPU.
+"""What one device's experts add to each token: a loop of blocks, or grouped matmuls on GPU.
 
 Both begin with the (token, choice) pairs sorted by expert, those of other devices' experts last.
 """
@@ -16,6 +16,10 @@ GatedWeights = tuple[jax.Array, jax.Array, jax.Array]  # gate, up [E, D, F], dow
 # expert's weights and computes all its rows: twice an expert's average number of tokens was fastest
 # (scripts/bench_experts.py).
 _MIN_BLOCK, _MAX_BLOCK = 8, 128
+# Elements of [pairs, experts, D] up to which a GPU takes the grouped matmuls: XLA of jax 0.12 makes
+# of them one dense product over all local experts with such an operand (compiled for an H200: 4 GiB
+# at 1024 tokens, 8 of 128 experts, D 2048; the loop 13 MiB). Small ones spare the loop's launches.
+_MAX_EXPANDED = 2**27
 
 
 def sum_experts(
@@ -28,7 +32,8 @@ def sum_experts(
     operands = (x, weights, *sort_pairs(ids, experts[0].shape[0]), *experts)
     block = min(max(_MIN_BLOCK, 2 ** math.ceil(math.log2(2 * average))), _MAX_BLOCK)
     loop = functools.partial(blocked, block=block)
-    out = lax.platform_dependent(*operands, default=loop, cuda=ragged)
+    few = ids.size * experts[0].shape[0] * x.shape[1] <= _MAX_EXPANDED
+    out = lax.platform_dependent(*operands, default=loop, cuda=ragged if few else loop)
     return out.astype(x.dtype)
 
 

@@ -218,11 +218,16 @@ def test_grouped_matmuls_give_the_same():
     np.testing.assert_allclose(out, case.expected(), atol=2e-6)
 
 
-@pytest.mark.parametrize(("platform", "grouped"), [("cuda", True), ("cpu", False)])
-def test_the_platform_chooses_how(platform: str, grouped: bool):
-    case = make_case()
+@pytest.mark.parametrize(
+    ("platform", "tokens", "grouped"),
+    [("cuda", 32, True), ("cuda", 2**17, False), ("cpu", 32, False)],
+)
+def test_the_platform_and_the_size_choose_how(platform: str, tokens: int, grouped: bool):
+    case = make_case(shared=False)
     mesh, rules = make_mesh(tp=1, dp=1, kv_heads=1), make_rules()
-    args = (case.x, case.ids, case.weights, case.live, case.gate, case.up, case.down)
+    rows = [(HIDDEN, "float32"), (CHOICES, "int32"), (CHOICES, "float32")]
+    args = [jax.ShapeDtypeStruct((tokens, width), dtype) for width, dtype in rows]
+    args += [jax.ShapeDtypeStruct((tokens,), "bool"), case.gate, case.up, case.down]
     step = jax.jit(functools.partial(moe, mesh=mesh, rules=rules))
     text = step.trace(*args).lower(lowering_platforms=(platform,)).as_text()
     assert ("ragged_dot" in text) == grouped
