@@ -170,7 +170,8 @@ def rows_of_mesh(node: NodeConfig, lengths: tuple[int, ...], repeats: int) -> It
         call_ns = trigger_call_ns(triggered, trigger, repeats)
         yield 1, total, None
         done = 1
-        mesh = f"tp={node.mesh.tp},dp={node.mesh.dp}"
+        ep = f",ep={node.mesh.ep}" if node.mesh.ep > 1 else ""
+        mesh = f"tp={node.mesh.tp},dp={node.mesh.dp}{ep}"
         base = {"mesh": mesh, "dtype": node.dtype, "devices": node.mesh.devices}
         layers = model.config.num_layers
         for tokens in chunks:
