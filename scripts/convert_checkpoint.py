@@ -19,10 +19,10 @@ from jaxdisagg.config import MeshConfig, NodeConfig
 from jaxdisagg.mesh import make_mesh
 from jaxdisagg.model_fit import fit_model
 from models.checkpoint import load_measured, open_checkpoint, weights_fingerprint
-from models.hf_export import write_safetensors
 from models.interface import ModelConfig
-from models.native import config_as, save_native
 from models.registry import load_config, read_json_object
+from models.weights.export import write_safetensors
+from models.weights.native import config_as, save_native
 
 COPIED = (
     "tokenizer*",

@@ -16,10 +16,10 @@ import ml_dtypes
 import numpy as np
 
 from models.checkpoint import shared_tensors
-from models.hf_export import stored_tensors
 from models.quantization import SCALE_SUFFIX, BlockFp8, read_quantization
 from models.registry import load_config
-from models.safetensors_files import TensorWriter
+from models.weights.export import stored_tensors
+from models.weights.files import TensorWriter
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E4M3_MAX = 448.0

@@ -19,9 +19,9 @@ from tensor_files import load_file
 
 from models.checkpoint import load_params, weights_fingerprint
 from models.interface import Params
-from models.native import save_native
 from models.registry import load_config, read_json_object
 from models.sharding import make_rules
+from models.weights.native import save_native
 
 DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"],

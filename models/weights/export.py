@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from models.checkpoint import Checkpoint, shared_tensors
 from models.interface import HFSource, ModelConfig, ModelFamily, ParamSpec
 from models.registry import family_of
-from models.safetensors_files import TensorWriter
+from models.weights.files import TensorWriter
+from models.weights.loading import Checkpoint, shared_tensors
 
 
 def stored_tensors(

@@ -7,7 +7,7 @@ import numpy as np
 
 from models.interface import HFSource
 from models.quantization import BlockFp8
-from models.safetensors_files import DTYPES
+from models.weights.files import DTYPES
 
 # Elements handled at a time: a transposed copy goes through memory in tiles, and dequantising
 # holds f32 values and scales of one piece alone.

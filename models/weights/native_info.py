@@ -1,4 +1,4 @@
-"""What tells a native model folder (`models.native`) apart; importing it costs nothing."""
+"""What tells a native model folder (`models.weights.native`) apart, without orbax."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -17,20 +17,20 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from models.checkpoint import listed
 from models.interface import ModelConfig, Params, ParamSpec
-from models.load_stats import AnonymousMemory
-from models.native_info import NATIVE, VERSION, read_info
 from models.quantization import FIELD as QUANTIZATION
 from models.registry import family_of
 from models.sharding import ShardingRules
+from models.weights.loading import listed
+from models.weights.native_info import NATIVE, VERSION, read_info
+from models.weights.stats import AnonymousMemory
 
 PARAMS = "params"
 
 # A device's shard is read in whole chunks, some of which it needs only in part.
 _CHUNK_BYTES = 1 << 22
 # What is read at a time: as much as the largest parameter, but not less than this.
-_BATCH_BYTES = 1 << 26
+_BATCH_BYTES = 1 << 24
 
 
 def config_as(hf: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tensor_files import load_file
 
-from models.safetensors_files import TensorWriter, list_tensors
+from models.weights.files import TensorWriter, list_tensors
 
 TENSORS = {
     "a": np.arange(5, dtype=ml_dtypes.bfloat16),

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ml_dtypes import float8_e4m3fn
 
-from models import tensor_views
 from models.interface import HFSource
 from models.quantization import BlockFp8
-from models.tensor_views import BlockFp8View, PlainView
+from models.weights import views
+from models.weights.views import BlockFp8View, PlainView
 
 # Stored [12, 10] as outputs (3, 4) and inputs (10,) or (5, 2), in any order of dimensions.
 VIEWS = [(12, 10), (3, 4, 10), (12, 5, 2), (3, 4, 5, 2)]
@@ -52,7 +52,7 @@ def test_a_plain_tensor(case: tuple[HFSource, tuple[slice, ...]], piece: int):
     expected = plainly(values, source, index)
     out = np.full(expected.shape, np.nan, np.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_views, "_PIECE", piece)
+        patch.setattr(views, "_PIECE", piece)
         PlainView(values, source).read(index, out)
     np.testing.assert_array_equal(out, expected)
 
@@ -69,7 +69,7 @@ def test_a_quantised_matrix(case: tuple[HFSource, tuple[slice, ...]], piece: int
     expected = plainly(values, source, index)
     out = np.full(expected.shape, np.nan, np.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_views, "_PIECE", piece)
+        patch.setattr(views, "_PIECE", piece)
         BlockFp8View(stored, scales, BlockFp8(5, 3), source).read(index, out)
     np.testing.assert_array_equal(out, expected)
 
