@@ -58,7 +58,8 @@ class DenseConfig(ModelConfig):
         require_positive(self, "num_heads", "num_kv_heads", "head_dim", "ffn_size")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}"
+                f"num_key_value_heads: {self.num_kv_heads} does not divide "
+                f"num_attention_heads {self.num_heads}"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim: {self.head_dim} is odd; rotary positions need pairs")
@@ -163,7 +164,7 @@ class DenseFamily[C: DenseConfig]:
             "ffn_size": hf_config.integer(hf, "intermediate_size"),
             "rms_eps": hf_config.number(hf, "rms_norm_eps", default=1e-6),
             "rope": rope_from_hf(hf),
-            "tied": bool(hf.get("tie_word_embeddings", False)),
+            "tied": hf_config.flag(hf, "tie_word_embeddings", default=False),
         }
 
     def abstract_params(self, config: C) -> dict[str, ParamSpec]:

@@ -65,7 +65,11 @@ def test_both_spellings_of_the_dtype(tmp_path: Path, field: str, written: str | 
         ({"vocab_size": "many"}, "vocab_size: expected an integer > 0, got 'many'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: expected an integer > 0, got 0"),
         ({"hidden_size": "wide"}, "hidden_size: expected an integer"),
-        ({"num_key_value_heads": 3}, "num_kv_heads: 3 does not divide num_heads 8"),
+        (
+            {"num_key_value_heads": 3},
+            "num_key_value_heads: 3 does not divide num_attention_heads 8",
+        ),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: expected true or false"),
         ({"head_dim": 7}, "head_dim: 7 is odd"),
         ({"head_dim": None, "hidden_size": 63}, "head_dim: missing, and 8 heads do not divide"),
     ],

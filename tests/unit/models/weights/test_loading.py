@@ -283,4 +283,4 @@ def test_the_script_repeats_itself_and_refuses_by_name(tmp_path: Path):
     assert prints[0] == prints[1] != prints[2]
     result = run(app, [str(tmp_path / "d"), "--heads", "6", "--kv-heads", "4"])
     assert result.exit_code == 2
-    assert "num_kv_heads: 4 does not divide num_heads 6" in result.output
+    assert "num_key_value_heads: 4 does not divide num_attention_heads 6" in result.output
