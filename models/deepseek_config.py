@@ -21,7 +21,7 @@ class DeepSeekConfig(ModelConfig):
 
     attention: LatentShape
     ffn_size: int  # of the dense layers
-    dense_layers: int  # how many layers at the beginning are dense
+    num_dense_layers: int  # the first ones; all others have experts
     expert_ffn: int
     num_experts: int
     experts_per_token: int
@@ -37,17 +37,15 @@ class DeepSeekConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(
-            self, "ffn_size", "expert_ffn", "num_experts", "experts_per_token", "groups"
-        )
-        require_positive(self, "top_groups")
+        require_positive(self, "ffn_size", "expert_ffn", "num_experts", "experts_per_token")
+        require_positive(self, "groups", "top_groups")
         if self.mtp_layers > 1:
             raise ValueError(
                 f"num_nextn_predict_layers: {self.mtp_layers} is not supported (supported: 0, 1)"
             )
-        if self.dense_layers > self.num_layers:
+        if self.num_dense_layers > self.num_layers:
             raise ValueError(
-                f"first_k_dense_replace: {self.dense_layers} exceeds num_hidden_layers "
+                f"first_k_dense_replace: {self.num_dense_layers} exceeds num_hidden_layers "
                 f"{self.num_layers}"
             )
         if self.num_experts % self.groups or self.num_experts // self.groups < 2:
@@ -67,7 +65,7 @@ class DeepSeekConfig(ModelConfig):
 
     def is_dense(self, layer: int) -> bool:
         """Whether a layer has one MLP in place of experts; the MTP module's never has."""
-        return layer < self.dense_layers
+        return layer < self.num_dense_layers
 
     @property
     def shared_ffn(self) -> int:
@@ -123,7 +121,7 @@ def read_config(hf: Mapping[str, Any]) -> DeepSeekConfig:
             value_dim=hf_config.integer(hf, "v_head_dim"),
         ),
         ffn_size=hf_config.integer(hf, "intermediate_size"),
-        dense_layers=hf_config.integer(hf, "first_k_dense_replace", least=0),
+        num_dense_layers=hf_config.integer(hf, "first_k_dense_replace", least=0),
         expert_ffn=hf_config.integer(hf, "moe_intermediate_size"),
         num_experts=hf_config.integer(hf, "n_routed_experts"),
         experts_per_token=hf_config.integer(hf, "num_experts_per_tok"),

@@ -32,7 +32,7 @@ class DeepSeekFamily:
         return read_config(hf)
 
     def abstract_params(self, config: DeepSeekConfig) -> dict[str, ParamSpec]:
-        """Every parameter by path; see the nnx modules above."""
+        """Every parameter by path; see `deepseek_layers.Decoder`."""
         return dict(_abstract_params(config))
 
     def shared_tensors(self, config: DeepSeekConfig) -> dict[str, str]:
@@ -64,9 +64,9 @@ class DeepSeekFamily:
         """Raise ValueError naming each field that the mesh does not divide."""
         c = config
         dense, experts, shared = {}, {}, {}
-        if c.dense_layers:
+        if c.num_dense_layers:
             dense["ffn"] = ("intermediate_size", c.ffn_size)
-        if c.dense_layers < c.num_layers or c.mtp:
+        if c.num_dense_layers < c.num_layers or c.mtp:
             experts["experts"] = ("n_routed_experts", c.num_experts)
             experts["expert_ffn"] = ("moe_intermediate_size", c.expert_ffn)
             shared["ffn"] = ("moe_intermediate_size * n_shared_experts", c.shared_ffn)

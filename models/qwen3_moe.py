@@ -27,13 +27,13 @@ class Qwen3MoeConfig(DenseConfig):
 
     num_experts: int
     experts_per_token: int
-    expert_ffn_size: int
-    normalise: bool  # weights of a token's experts add up to 1
+    expert_ffn: int
+    normalise_weights: bool  # weights of a token's experts add up to 1
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(self, "num_experts", "experts_per_token", "expert_ffn_size")
+        require_positive(self, "num_experts", "experts_per_token", "expert_ffn")
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok: {self.experts_per_token} is more than "
@@ -49,7 +49,7 @@ class SparseMLP(nnx.Module):
         shape = (c.hidden_size, c.num_experts)
         self.router = declare(f"{prefix}.gate.weight", shape, ("embed", None), c.dtype, inputs=1)
         self.experts = Experts(
-            f"{prefix}.experts", c.hidden_size, c.expert_ffn_size, c.num_experts, c.dtype
+            f"{prefix}.experts", c.hidden_size, c.expert_ffn, c.num_experts, c.dtype
         )
 
 
@@ -70,8 +70,8 @@ class Qwen3MoeFamily(DenseFamily[Qwen3MoeConfig]):
         return fields | {
             "num_experts": _num_experts(hf),
             "experts_per_token": hf_config.integer(hf, "num_experts_per_tok"),
-            "expert_ffn_size": hf_config.integer(hf, "moe_intermediate_size"),
-            "normalise": hf_config.flag(hf, "norm_topk_prob", default=False),
+            "expert_ffn": hf_config.integer(hf, "moe_intermediate_size"),
+            "normalise_weights": hf_config.flag(hf, "norm_topk_prob", default=False),
             "dense_layers": _dense_layers(hf, fields["num_layers"]),
         }
 
@@ -97,7 +97,7 @@ class Qwen3MoeFamily(DenseFamily[Qwen3MoeConfig]):
             return super().mlp(config, layer, p, x, live, mesh=mesh, rules=rules)
         where = {"mesh": mesh, "rules": rules}
         route = functools.partial(
-            route_softmax, k=config.experts_per_token, normalise=config.normalise
+            route_softmax, k=config.experts_per_token, normalise=config.normalise_weights
         )
         ids, weights = route_on_shards(route, x, p("mlp.router"), **where)
         experts = (p("mlp.experts.gate"), p("mlp.experts.up"), p("mlp.experts.down"))
@@ -110,7 +110,7 @@ class Qwen3MoeFamily(DenseFamily[Qwen3MoeConfig]):
             del sizes["ffn"]
         if len(config.dense_layers) < config.num_layers:
             sizes["experts"] = ("num_experts", config.num_experts)
-            sizes["expert_ffn"] = ("moe_intermediate_size", config.expert_ffn_size)
+            sizes["expert_ffn"] = ("moe_intermediate_size", config.expert_ffn)
         return sizes
 
 

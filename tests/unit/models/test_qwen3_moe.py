@@ -109,9 +109,9 @@ def test_both_spellings_of_the_number_of_experts():
 
 
 def test_weights_are_normalised_when_the_config_says_so():
-    assert QWEN3_MOE.config_from_hf(RELEASED).normalise
-    assert not QWEN3_MOE.config_from_hf(changed(norm_topk_prob=False)).normalise
-    assert not QWEN3_MOE.config_from_hf(changed(norm_topk_prob=...)).normalise
+    assert QWEN3_MOE.config_from_hf(RELEASED).normalise_weights
+    assert not QWEN3_MOE.config_from_hf(changed(norm_topk_prob=False)).normalise_weights
+    assert not QWEN3_MOE.config_from_hf(changed(norm_topk_prob=...)).normalise_weights
 
 
 @pytest.mark.parametrize(
