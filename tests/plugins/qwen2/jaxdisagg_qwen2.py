@@ -58,7 +58,7 @@ class Qwen2Config(ModelConfig):
         require_positive(self, "num_heads", "num_kv_heads", "ffn_size")
         if self.num_heads % self.num_kv_heads or self.hidden_size % (2 * self.num_heads):
             raise ValueError(
-                f"num_heads: {self.num_heads} must be a multiple of num_kv_heads "
+                f"num_attention_heads: {self.num_heads} must be a multiple of num_key_value_heads "
                 f"{self.num_kv_heads} and cut hidden_size {self.hidden_size} into even heads"
             )
 
