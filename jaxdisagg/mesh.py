@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-AXES = ("dp", "kv", "rep")
+from models.sharding import MESH_AXES
 
 
 def split_tp(tp: int, kv_heads: int) -> tuple[int, int]:
@@ -55,7 +55,7 @@ def make_mesh(
         raise ValueError(f"tp={tp} dp={dp} needs {needed} devices, {len(available)} are there")
     kv, rep = split_tp(tp, kv_heads)
     grid = np.array(available[:needed], dtype=object).reshape(dp, kv, rep)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def rank_devices(mesh: Mesh) -> list[jax.Device]:

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxdisagg.config import NodeConfig
-from jaxdisagg.mesh import AXES, expert_axes, split_tp
+from jaxdisagg.mesh import expert_axes, split_tp
 from jaxdisagg.transfer_plan import CacheLayout, plan
 from models.interface import CacheSpec, ModelConfig, ModelFamily
 from models.registry import load_config
-from models.sharding import ShardingRules, load_rules, make_rules
+from models.sharding import MESH_AXES, ShardingRules, load_rules, make_rules
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def fit_model(node: NodeConfig) -> ModelFit:
     spec = family.cache_spec(config)
     layout = cache_layout(node, spec)
     kv, rep = split_tp(tp, spec.num_kv_heads)
-    mesh = AbstractMesh((dp, kv, rep), AXES)
+    mesh = AbstractMesh((dp, kv, rep), MESH_AXES)
     family.check_mesh(config, cast(Mesh, mesh), rules)  # it reads the shape alone
     return ModelFit(family, config, rules, layout)
 

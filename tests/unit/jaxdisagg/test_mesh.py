@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxdisagg.mesh import AXES, expert_axes, make_mesh, rank_devices, split_tp
+from jaxdisagg.mesh import expert_axes, make_mesh, rank_devices, split_tp
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_tp_that_fits_no_heads_is_refused(tp, heads):
 
 def test_axes_sizes_and_ranks():
     mesh = make_mesh(tp=4, dp=2, kv_heads=2)
-    assert mesh.axis_names == AXES
+    assert mesh.axis_names == ("dp", "kv", "rep")
     assert mesh.devices.shape == (2, 2, 2)
     assert [d.id for d in rank_devices(mesh)] == list(range(8))
 
