@@ -13,7 +13,8 @@ import pytest
 import qwen2_case
 from nodes import Pair, generate_all, node_config
 from paged_model import PagedModel
-from repository import REPOSITORY, load_script
+from random_checkpoint import write_checkpoint
+from repository import REPOSITORY
 
 from jaxdisagg.config import BatchConfig, ServeConfig
 from jaxdisagg.deployment import Deployment
@@ -57,9 +58,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def folder(site: Path, tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
     """The golden's model beside the tiny tokenizer."""
     folder = tmp_path_factory.mktemp("models") / "tiny-qwen2"
-    load_script("make_checkpoint").write_checkpoint(
-        folder, qwen2_case.CONFIG, std=qwen2_case.STD, seed=qwen2_case.SEED
-    )
+    write_checkpoint(folder, qwen2_case.CONFIG, std=qwen2_case.STD, seed=qwen2_case.SEED)
     for file in tiny_folder.iterdir():
         (folder / file.name).symlink_to(file)
     return folder

@@ -6,9 +6,10 @@ import functools
 import jax
 import numpy as np
 import pytest
+from leases import lent
 from nodes import PAGE, Pair, generate, generate_all, mixed, wait_until
 from paged_model import PagedModel
-from repository import load_script
+from random_checkpoint import write_checkpoint
 from scripted_drafts import SCRIPT, load_with_drafts, place, predicted, script_of
 from serving_model import CONFIG
 
@@ -28,7 +29,7 @@ MESHES = {"tp1": {"tp": 1}, "tp2-dp2": {"tp": 2, "dp": 2}}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafts") / "model"
-    load_script("make_checkpoint").write_checkpoint(folder, CONFIG, std=0.25, seed=2)
+    write_checkpoint(folder, CONFIG, std=0.25, seed=2)
     return folder
 
 
@@ -212,12 +213,12 @@ def check_module_cache(cache, model, pages, tokens):
 def test_the_module_has_seen_every_hidden_state_once_and_in_its_place(folder, alone, answers, kind):
     expected = answers(None)
     use(alone, scripts(right_script(expected))[kind])
-    leased = lent(alone.pools[0])
+    leased = lent(alone)
     model = PagedModel(folder)
     for i, (prompt, answer) in enumerate(zip(PROMPTS, expected, strict=True)):
         generate_all(alone, [prompt], NEW, prefix=f"seen-{kind}-{i}")
         idle(alone)
-        check_module_cache(alone.runner.cache, model, leased[i], [*prompt, *answer.tokens])
+        check_module_cache(alone.runner.cache, model, leased[i].pages, [*prompt, *answer.tokens])
 
 
 @pytest.fixture(scope="module")
@@ -234,28 +235,13 @@ def test_split_nodes_draft_as_a_mixed_one(folder, pair, answers, kind):
     model = PagedModel(folder)
     node = pair.decode.node
     use(node, script)
-    leased = lent(node.pools[0])
+    leased = lent(node)
     for i, prompt in enumerate(PROMPTS):
         (found,) = generate_all(node, [prompt], NEW, prefix=f"split-{kind}-{i}")
         assert found.tokens == expected[i].tokens
         pair.idle()
-        check_module_cache(node.runner.cache, model, leased[i], [*prompt, *found.tokens])
+        check_module_cache(node.runner.cache, model, leased[i].pages, [*prompt, *found.tokens])
     check_counts(node, script, expected)
-
-
-def lent(pool):
-    """The pages of every lease that the pool gives from now on."""
-    record = []
-    original = pool.lease
-
-    def lease(n):
-        taken = original(n)
-        if taken is not None:
-            record.append(taken.pages.copy())
-        return taken
-
-    pool.lease = lease
-    return record
 
 
 def hidden_states(model, tokens):
@@ -284,7 +270,7 @@ def test_a_row_writes_its_own_pages_alone(alone, answers):
     """With a lease that is full to its last slot, every other page but scratch stays as it was."""
     cache, expected = alone.runner.cache, answers(None)
     use(alone, right_script(expected))
-    leased = lent(alone.pools[0])
+    leased = lent(alone)
     everything = np.arange(1, cache.pages)
     layers = range(len(cache.layers))
     for i, length in enumerate(LENGTHS[:7]):
@@ -300,4 +286,4 @@ def test_a_row_writes_its_own_pages_alone(alone, answers):
             for a, b in zip(before, after, strict=True)
             for page in everything[(a != b).reshape(len(everything), -1).any(1)].tolist()
         }
-        assert changed == set(leased[i].tolist())
+        assert changed == set(leased[i].pages.tolist())

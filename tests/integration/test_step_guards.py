@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hlo_guard import check_in_place, count
 from nodes import node_config, wait_until
-from repository import load_script
+from random_checkpoint import write_checkpoint
 from scripted_drafts import load_with_drafts
 from serving_model import CONFIG
 
@@ -55,7 +55,7 @@ def engine():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("guards") / "model"
-    load_script("make_checkpoint").write_checkpoint(folder, MODEL, seed=3)
+    write_checkpoint(folder, MODEL, seed=3)
     return folder
 
 

@@ -36,8 +36,8 @@ from qwen2_case import (  # noqa: E402
 def write_model(folder: Path) -> None:
     import tempfile
 
-    from make_checkpoint import write_checkpoint
     from plugin_site import QWEN2, install
+    from random_checkpoint import write_checkpoint
 
     from models.checkpoint import weights_fingerprint
 

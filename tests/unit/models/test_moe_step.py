@@ -7,7 +7,7 @@ import jax
 import pytest
 from golden_cases import MODELS
 from paged_model import PagedModel
-from repository import load_script
+from random_checkpoint import write_checkpoint
 
 LAYERS = 2
 # Large enough that no activation has as many elements as a cache shard or a weight.
@@ -34,7 +34,7 @@ MESHES = FAST + [pytest.param(*m, marks=pytest.mark.slow) for m in SLOW]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("guard") / "experts"
-    load_script("make_checkpoint").write_checkpoint(folder, CONFIG)
+    write_checkpoint(folder, CONFIG)
     return folder
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from golden_cases import MODELS
 from paged_model import make_mesh
-from repository import load_script
+from random_checkpoint import write_checkpoint
 from tensor_files import load_file, save_file
 
 from models.checkpoint import load_params
@@ -107,7 +107,7 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 
 def write(folder: Path, config: dict) -> dict[str, np.ndarray]:
     """The stored tensors; the scales are not those of the script, so that every block differs."""
-    load_script("make_checkpoint").write_checkpoint(folder, config)
+    write_checkpoint(folder, config)
     tensors = load_file(folder / WEIGHTS)
     rng = np.random.default_rng(1)
     for name, tensor in tensors.items():

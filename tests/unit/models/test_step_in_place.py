@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from golden_cases import MODELS
 from paged_model import PagedModel
-from repository import load_script
+from random_checkpoint import write_checkpoint
 
 LAYERS = 2
 # Large enough that no activation has as many elements as a cache shard or a weight.
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PagedModel]
     for tied in (False, True):
         folders[tied] = tmp_path_factory.mktemp("guard") / f"tied-{tied}"
         config = {**CONFIG, "tie_word_embeddings": tied}
-        load_script("make_checkpoint").write_checkpoint(folders[tied], config)
+        write_checkpoint(folders[tied], config)
 
     def build(*, tied: bool = False, **kwargs) -> PagedModel:
         return PagedModel(folders[tied], **kwargs)

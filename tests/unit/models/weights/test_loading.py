@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from golden_cases import MODELS
 from paged_model import make_mesh
+from random_checkpoint import write_checkpoint
 from repository import load_script
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
@@ -49,7 +50,7 @@ O = "model.layers.1.self_attn.o_proj.weight"
 
 
 def write(folder: Path, files: int = 1, **change) -> Path:
-    load_script("make_checkpoint").write_checkpoint(folder, {**CONFIG, **change}, files=files)
+    write_checkpoint(folder, {**CONFIG, **change}, files=files)
     return folder
 
 
