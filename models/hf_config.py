@@ -1,5 +1,6 @@
 """Reading the fields that Hugging Face configs share, in their old and new spellings."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,14 +23,16 @@ def integer(hf: Mapping[str, Any], name: str, default: int | None = None, *, lea
 def number(
     fields: Mapping[str, Any], name: str, default: float | None = None, *, zero: bool = False
 ) -> float:
-    """A field that is a number > 0, or 0 where `zero` allows it; ValueError naming it otherwise."""
+    """A finite number > 0, or 0 where `zero` allows it; ValueError naming the field otherwise."""
     value = fields.get(name)
     if value is None:
         value = default
     if value is None:
         raise ValueError(f"{name}: missing")
     right = isinstance(value, int | float) and not isinstance(value, bool)
-    if not right or not (value > 0 or (zero and value == 0)):
+    # JSON knows no infinity, but Python reads one, and an integer that no float can hold.
+    right = right and abs(value) <= sys.float_info.max and (value > 0 or (zero and value == 0))
+    if not right:
         raise ValueError(f"{name}: expected a number {'>=' if zero else '>'} 0, got {value!r}")
     return float(value)
 
@@ -47,7 +50,7 @@ def flag(fields: Mapping[str, Any], name: str, default: bool) -> bool:
 def dtype_of(hf: Mapping[str, Any]) -> str:
     """`dtype` or `torch_dtype`; float16 checkpoints run in bfloat16, none at all in float32."""
     value = hf.get("dtype") or hf.get("torch_dtype") or "float32"
-    if value not in _DTYPES:
+    if not isinstance(value, str) or value not in _DTYPES:
         raise ValueError(f"dtype: {value!r} is not supported (supported: {', '.join(_DTYPES)})")
     return _DTYPES[value]
 
@@ -63,6 +66,8 @@ def refuse(hf: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> Non
 def refuse_sliding_window(hf: Mapping[str, Any]) -> None:
     """ValueError when some layer would attend to a window only."""
     kinds = hf.get("layer_types") or []
+    if not isinstance(kinds, list | tuple):
+        raise ValueError(f"layer_types: expected a list, got {kinds!r}")
     other = sorted({str(kind) for kind in kinds} - {"full_attention"})
     if other:
         raise ValueError(f"layer_types: {', '.join(other)} is not supported (only full_attention)")

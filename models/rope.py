@@ -58,9 +58,18 @@ def rope_from_hf(hf: Mapping[str, Any], kinds: Collection[str] = KINDS) -> RopeC
 
     Raises ValueError naming a type that is not among `kinds` or a missing or malformed field.
     """
-    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise ValueError(f"rope_parameters: expected an object, got {scaling!r}")
+    given = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
+    for name, value in given.items():
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{name}: expected an object, got {value!r}")
+    scaling = next(iter(given.values()), {})
+    for name, value in given.get("rope_scaling", {}).items():
+        known = "rope_type" if name == "type" and "type" not in scaling else name
+        if scaling.get(known) != value:  # readers disagree about which of the two goes first
+            raise ValueError(
+                f"rope_scaling: {name} {value!r} differs from rope_parameters, which has "
+                f"{scaling.get(known)!r}"
+            )
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in kinds:
         raise ValueError(f"rope_type: {kind!r} is not supported (supported: {', '.join(kinds)})")

@@ -71,6 +71,9 @@ def test_both_spellings_of_the_dtype(tmp_path: Path, field: str, written: str | 
         ),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: expected true or false"),
         ({"head_dim": 7}, "head_dim: 7 is odd"),
+        ({"torch_dtype": ["bfloat16"]}, r"dtype: \['bfloat16'\] is not supported"),
+        ({"layer_types": 4}, "layer_types: expected a list, got 4"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps: expected a number > 0, got inf"),
         ({"head_dim": None, "hidden_size": 63}, "head_dim: missing, and 8 heads do not divide"),
     ],
 )

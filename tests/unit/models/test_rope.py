@@ -43,11 +43,32 @@ def test_no_scaling_and_no_theta():
         ({"rope_theta": "big"}, "rope_theta: expected a number > 0, got 'big'"),
         ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
         ({"rope_parameters": [1]}, "rope_parameters: expected an object"),
+        ({"rope_scaling": [1]}, "rope_scaling: expected an object"),
+        ({"rope_theta": 10**400}, "rope_theta: expected a number > 0, got 1000"),
+        ({"rope_theta": float("inf")}, "rope_theta: expected a number > 0, got inf"),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+                "rope_scaling": {"type": "linear", "factor": 2},
+            },
+            "rope_scaling: type 'linear' differs from rope_parameters, which has 'default'",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"factor": 2}},
+            "rope_scaling: factor 2 differs from rope_parameters, which has None",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(hf, message):
     with pytest.raises(ValueError, match=message):
         rope_from_hf(hf)
+
+
+def test_both_forms_at_once_when_they_agree():
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    hf = {"rope_parameters": {**scaling, "rope_theta": 1e4}}
+    for old in (scaling, {"type": "linear", "factor": 2}):
+        assert rope_from_hf({**hf, "rope_scaling": old}) == rope_from_hf(hf)
 
 
 def test_linear_scaling_stretches_positions():
