@@ -38,14 +38,20 @@ def pin(node: NodeConfig) -> None:
 
 
 def set_environment(node: NodeConfig, cache: Path) -> None:
-    """Enough host devices for the mesh, and a compilation cache that all nodes share.
-
-    Without an accelerator jax offers one CPU device; the flag has no effect on other platforms.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_force_host_platform_device_count" not in flags:
-        count = f"--xla_force_host_platform_device_count={node.mesh.devices}"
-        os.environ["XLA_FLAGS"] = f"{flags} {count}".strip()
+    """Enough host devices for the mesh, and a compilation cache that all nodes share."""
+    set_host_devices(node.mesh.devices)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def set_host_devices(count: int) -> None:
+    """Let jax find `count` CPU devices, unless XLA_FLAGS already names a number.
+
+    Without an accelerator it offers one; on other platforms this has no effect. XLA_FLAGS are read
+    when jax first looks for devices, so importing it before is no harm.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        flag = f"--xla_force_host_platform_device_count={count}"
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()

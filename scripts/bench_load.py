@@ -3,7 +3,6 @@
 One load per run, so that nothing that an earlier one left behind is counted or used again.
 """
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +11,7 @@ import typer
 from jaxdisagg.config import MeshConfig, NodeConfig
 from jaxdisagg.mesh import make_mesh
 from jaxdisagg.model_fit import fit_model
+from jaxdisagg.process_setup import set_host_devices
 from models.checkpoint import load_measured, open_checkpoint
 
 
@@ -24,16 +24,12 @@ def main(
     mtp: Annotated[bool, typer.Option("--mtp", help="With the MTP module.")] = False,
 ) -> None:
     """Load MODEL once and print the statistics."""
-    # Read when jax first looks for devices; without an accelerator they are the host's.
-    flags = os.environ.get("XLA_FLAGS", "")
-    count = f"--xla_force_host_platform_device_count={tp * dp}"
-    os.environ["XLA_FLAGS"] = f"{flags} {count}".strip()
+    set_host_devices(tp * dp)
     try:
-        mesh = MeshConfig(tp=tp, dp=dp, ep=ep)
-        node = NodeConfig(role="mixed", model=model, mesh=mesh, dtype=dtype, mtp=mtp)
-        fit = fit_model(node)
-        devices = make_mesh(tp=tp, dp=dp, kv_heads=fit.layout.kv_heads)
-        _, stats = load_measured(open_checkpoint(model, fit.config, devices, fit.rules))
+        sizes = MeshConfig(tp=tp, dp=dp, ep=ep)
+        fit = fit_model(NodeConfig(role="mixed", model=model, mesh=sizes, dtype=dtype, mtp=mtp))
+        mesh = make_mesh(tp=tp, dp=dp, kv_heads=fit.layout.kv_heads)
+        _, stats = load_measured(open_checkpoint(model, fit.config, mesh, fit.rules))
     except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

@@ -6,7 +6,6 @@ decode steps are timed without and with drafts, interleaved. Every row is of thi
 run; trust the ratios.
 """
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from rich.table import Table
 
 from jaxdisagg.bench.report import environment, write_json
 from jaxdisagg.config import BatchConfig, CacheConfig, NodeConfig, parse_node, parse_numbers
+from jaxdisagg.process_setup import set_host_devices
 from jaxdisagg.scheduler import DecodeRow, DecodeScheduler, PrefillJob, PrefillScheduler
 from jaxdisagg.start_progress import print_error
 
@@ -283,11 +283,7 @@ def main(
             mtp=mtp,
         )
         nodes = [parse_node(text, base) for text in mesh or ["tp=1"]]
-        devices = max(node.mesh.devices for node in nodes)
-        # Read when jax is first imported, below.
-        os.environ["XLA_FLAGS"] = (
-            os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={devices}"
-        )
+        set_host_devices(max(node.mesh.devices for node in nodes))
         found: list[dict[str, Any]] = []
         with Progress(console=console) as progress:
             for node in nodes:

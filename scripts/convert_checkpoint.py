@@ -6,7 +6,6 @@ onto any mesh, whatever mesh it was written from. The files of the tokenizer are
 
 import hashlib
 import json
-import os
 import shutil
 import time
 from dataclasses import replace
@@ -18,6 +17,7 @@ import typer
 from jaxdisagg.config import MeshConfig, NodeConfig
 from jaxdisagg.mesh import make_mesh
 from jaxdisagg.model_fit import fit_model
+from jaxdisagg.process_setup import set_host_devices
 from models.checkpoint import load_measured, open_checkpoint, weights_fingerprint
 from models.interface import ModelConfig
 from models.registry import load_config, read_json_object
@@ -34,7 +34,6 @@ COPIED = (
     "generation_config.json",
     "LICENSE*",
 )
-DEVICE_COUNT = "xla_force_host_platform_device_count"
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -66,8 +65,8 @@ def convert(
         raise ValueError(f"files={files}: the native form has no safetensors files")
     node = NodeConfig(role="mixed", model=source, mesh=mesh, dtype=config.dtype, mtp=config.mtp)
     fit = fit_model(node)
-    devices = make_mesh(tp=mesh.tp, dp=mesh.dp, kv_heads=fit.layout.kv_heads)
-    checkpoint = open_checkpoint(source, config, devices, fit.rules)
+    on_devices = make_mesh(tp=mesh.tp, dp=mesh.dp, kv_heads=fit.layout.kv_heads)
+    checkpoint = open_checkpoint(source, config, on_devices, fit.rules)
     target.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     if to == "native":
@@ -106,10 +105,7 @@ def main(
     files: Annotated[int, typer.Option(min=1, help="Number of safetensors files.")] = 1,
 ) -> None:
     """Convert the model folder SOURCE into TARGET."""
-    # Read when jax first looks for devices; without an accelerator they are the host's.
-    flags = os.environ.get("XLA_FLAGS", "")
-    if DEVICE_COUNT not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --{DEVICE_COUNT}={tp * dp}".strip()
+    set_host_devices(tp * dp)
     try:
         mesh = MeshConfig(tp=tp, dp=dp, ep=ep)
         done = convert(source, target, to=to, mesh=mesh, dtype=dtype, files=files)
