@@ -6,7 +6,7 @@ is installed beside it can change or stop it; only what no built-in family reads
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +38,27 @@ def load_config(path: str | Path) -> tuple[ModelFamily, ModelConfig]:
     if not file.is_file():
         raise FileNotFoundError(f"no config.json in the model folder {folder}")
     hf = read_json_object(file)
-    names = hf.get("architectures")
-    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
-        raise ValueError(f"{file}: architectures: expected a list of names, got {names!r}")
     try:
-        family = _find(
-            f"architectures: {', '.join(names)}",
-            lambda f: not set(names).isdisjoint(f.architectures),
-        )
-        config = family.config_from_hf(hf)
-        if config.family != family.name:
-            raise ValueError(f"family: {config.family!r} was read by the family {family.name!r}")
+        return parse_config(hf)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+
+
+def parse_config(hf: Mapping[str, Any]) -> tuple[ModelFamily, ModelConfig]:
+    """The family that reads this content of a config.json, and what it reads.
+
+    Raises ValueError naming the field, as `load_config`.
+    """
+    names = hf.get("architectures")
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        raise ValueError(f"architectures: expected a list of names, got {names!r}")
+    family = _find(
+        f"architectures: {', '.join(names)}",
+        lambda f: not set(names).isdisjoint(f.architectures),
+    )
+    config = family.config_from_hf(hf)
+    if config.family != family.name:
+        raise ValueError(f"family: {config.family!r} was read by the family {family.name!r}")
     return family, config
 
 

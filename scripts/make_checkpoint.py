@@ -12,6 +12,8 @@ import typer
 from byte_tokenizer import write_tokenizer
 from random_checkpoint import write_checkpoint
 
+from models.registry import parse_config
+
 Family = Literal["qwen3", "llama", "qwen3-moe", "deepseek-v3"]
 ARCHITECTURES = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
@@ -151,6 +153,7 @@ def main(
             "torch_dtype": dtype,
             **({"quantization_config": FP8} if fp8 else {}),
         }
+        parse_config(config)  # before anything of the folder is changed
         if tokenizer:
             write_tokenizer(folder, vocab)
         write_checkpoint(folder, config, std=std, seed=seed, files=files)

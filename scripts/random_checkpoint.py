@@ -17,9 +17,10 @@ import numpy as np
 
 from models.checkpoint import shared_tensors
 from models.quantization import SCALE_SUFFIX, BlockFp8, read_quantization
-from models.registry import load_config
+from models.registry import parse_config
 from models.weights.export import stored_tensors
 from models.weights.files import TensorWriter
+from models.weights.native_info import is_native
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E4M3_MAX = 448.0
@@ -38,12 +39,14 @@ def write_checkpoint(
 
     `config` is the content of config.json; its `dtype` or `torch_dtype` is that of the weights,
     its `quantization_config` makes fp8 of the linear layers. An MTP module that it announces is
-    written, too. Raises ValueError for a config that no model family reads, before any weight is
-    written.
+    written, too. config.json comes last: without it the folder is no model, however far the weights
+    have come. Raises ValueError for a config that no model family reads and for a folder in the
+    native form, which would be read in place of what is written; neither changes the folder.
     """
+    family, parsed = parse_config(config)
+    if is_native(folder):
+        raise ValueError(f"{folder} holds a model in the native form")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    family, parsed = load_config(folder)
     parsed = replace(parsed, mtp=parsed.mtp_layers > 0)
     names = stored_tensors(family, parsed)
     copies = shared_tensors(family, parsed)
@@ -56,13 +59,16 @@ def write_checkpoint(
             tensors[name + SCALE_SUFFIX] = (block.grid(shape), np.dtype(np.float32))
         else:
             tensors[name] = (shape, dtype)
+    file = folder / "config.json"
     with TensorWriter(folder, tensors, files=files) as writer:
+        file.unlink(missing_ok=True)
         for name, (shape, dtype) in names.items():
             values = draw(copies.get(name, name), shape, dtype)
             if block is not None and name + SCALE_SUFFIX in tensors:
                 values, scales = quantize(values, block)
                 writer.write(name + SCALE_SUFFIX, scales)
             writer.write(name, values)
+    file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def quantize(values: np.ndarray, block: BlockFp8) -> tuple[np.ndarray, np.ndarray]:

@@ -1,5 +1,6 @@
 """Random checkpoints by command: every family, fp8, the MTP module's copies, a tokenizer."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from jaxdisagg.tokenizer import Tokenizer
 from models.registry import load_config
+from models.weights.files import TensorWriter
 
 FAMILIES = ("qwen3", "llama", "qwen3-moe", "deepseek-v3")
 SMALL = ("--hidden", "64", "--layers", "2", "--vocab", "300", "--ffn", "160", "--heads", "4")
@@ -161,3 +163,31 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path):
     assert "vocab: 258 is too small for a tokenizer of bytes (at least 259)" in output
     assert "files: 500 is not between 1 and" in refused(tmp_path, "--files", "500")
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_a_folder_is_left_as_it_was_when_nothing_is_written(tmp_path: Path):
+    make(tmp_path, "--family", "deepseek-v3", "--tokenizer")
+    before = contents(tmp_path)
+    other = ("--family", "deepseek-v3", "--groups", "3", "--tokenizer", "--vocab", "400")
+    assert "n_group: 3 does not divide" in refused(tmp_path, *other)
+    assert contents(tmp_path) == before
+
+    (tmp_path / "native.json").write_text("{}")  # such a folder would be read, not the safetensors
+    assert "native form" in refused(tmp_path, "--family", "deepseek-v3")
+    assert contents(tmp_path) == {**before, "native.json": b"{}"}
+
+
+def test_weights_cut_short_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make(tmp_path)
+
+    def full(writer: TensorWriter, name: str, array: np.ndarray) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(TensorWriter, "write", full)
+    assert "No space left on device" in refused(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        load_config(tmp_path)
