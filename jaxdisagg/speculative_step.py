@@ -31,9 +31,9 @@ from jaxdisagg.step import (
 )
 from models.interface import Caches, Params, StepBatch
 
-# Columns of Seats.ints, for a row whose next known token stands at position p: the tokens of p-1
-# and p, p, and how many of the hidden states of p-2 and p-1 the module has not seen: the last 0, 1
-# or 2 of them. 0 is a prompt of one token before its first step.
+# Columns of Seats.ints, for a row whose newest known token is at position p: the token at p-1, the
+# one at p, p itself, and over how many of the hidden states of p-2 and p-1 the module has yet to
+# run: 2 is both, 1 that of p-1, 0 a prompt of one token in its first step, which has neither.
 BEFORE, NEWEST, NEXT_POSITION, UNSEEN = range(4)
 
 

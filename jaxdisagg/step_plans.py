@@ -79,8 +79,9 @@ class StepPlanner:
         remote: RemoteCache,
         buffer: int,
     ) -> list[PlanWrite]:
-        """The hidden state of the last prefilled token, after the last layer: one row, one unit,
-        to each tp rank, since each runs the MTP module on its own copy.
+        """A write of one unit to each tp rank: the hidden state of the last prefilled token.
+
+        It follows the last layer. Every rank gets one, since each runs the MTP module on its own.
         """
         assert request.transfer is not None
         writes = []

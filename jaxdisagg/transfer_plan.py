@@ -191,8 +191,8 @@ def plan(source: CacheLayout, destination: CacheLayout, seed: int = 0) -> Transf
         ours, theirs = getattr(source, name), getattr(destination, name)
         if ours != theirs:
             raise ValueError(f"{name}: {ours} on the prefill node, {theirs} on the decode node")
-    replicas = _shuffled(source.tp, seed)
-    dealt = tuple(replicas[rank % source.tp] for rank in range(destination.tp))
+    order = _shuffled(source.tp, seed)
+    dealt = tuple(order[rank % source.tp] for rank in range(destination.tp))
     if source.kind == "mla":
         sources = dealt
     elif source.tp == destination.tp:

@@ -31,7 +31,11 @@ class MTPModule(nnx.Module):
 
 
 def combine(params: Params, embedded: jax.Array, hidden: jax.Array, eps: float) -> jax.Array:
-    """What the module's layer runs on, [T, D]: embeddings of the next tokens and hidden states."""
+    """What the module's layer runs on, [dp*T, D].
+
+    embedded [dp*T, D] of the tokens that follow, hidden [dp*T, D] after the final norm. The module
+    is the attribute `mtp` of its model: `params` has it under that name.
+    """
     both = (
         rms_norm(embedded, params["mtp.embedding_norm.scale"], eps),
         rms_norm(hidden, params["mtp.hidden_norm.scale"], eps),
@@ -40,7 +44,10 @@ def combine(params: Params, embedded: jax.Array, hidden: jax.Array, eps: float) 
 
 
 def shared_tensors(prefix: str, head: str) -> dict[str, str]:
-    """Copies of main tensors that a checkpoint keeps under `prefix`, by name: which they equal."""
+    """Name of each copy that a checkpoint keeps under `prefix` -> the main model's tensor.
+
+    `head` is the main model's head, or its embedding where they are tied.
+    """
     return {
         f"{prefix}.embed_tokens.weight": "model.embed_tokens.weight",
         f"{prefix}.shared_head.head.weight": head,
