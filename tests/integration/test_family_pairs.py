@@ -258,9 +258,9 @@ def test_one_source_device_after_another_serves_a_narrow_decode_node(nodes, monk
     assert written == ordinals, "a source device never wrote"
 
 
+# With drafts, and how many are right: test_deepseek_drafts.py.
 TOGETHER = [
     (DEEPSEEK, {"batch": FEW}),
-    (DEEPSEEK, {"tp": 2, "mtp": True, "batch": FEW}),
     (MOE, {"tp": 2, "ep": 2, "batch": FEW}),
     *(
         pytest.param(model, more, marks=pytest.mark.slow)

@@ -74,6 +74,10 @@ def test_drafts_at_every_chunk_size(
         check(drafting_model(name, 1, 1, 1), chunk, golden(name), mtp_golden(name))
 
 
+def test_the_fast_cases_are_cases() -> None:
+    assert sum(not p.marks for p in EVERY_MESH) == sum(map(len, FAST.values()))
+
+
 def test_the_wrong_next_token_is_noticed(
     drafting_model: Callable[..., DraftingModel], mtp_golden
 ) -> None:
