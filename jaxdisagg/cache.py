@@ -113,10 +113,10 @@ class PagedCache:
         return None
 
     def read_pages(self, rank: int, layer: int, pages: np.ndarray) -> np.ndarray:
-        """A copy of pages (or context rows) of one device, [n, K/kv, 2, Z, H] or, of a latent
-        cache, [n, Z, R+C]; for tests and tools.
+        """A copy of pages (or context rows) of one device, for tests and tools.
 
-        Only while no step is in flight: it reads the live buffer without keeping a view of it.
+        [n, K/kv, 2, Z, H], of a latent cache [n, Z, R+C], of the context buffer [n, D]. Only while
+        no step is in flight: it reads the live buffer without keeping a view of it.
         """
         array = self._buffers()[layer]
         device = rank_devices(self.mesh)[rank]

@@ -96,10 +96,10 @@ def printable(text: str) -> str:
 
 
 def copy_rule(model: Path, decode: NodeConfig, timing: dict[str, Any]) -> list[tuple[str, str]]:
-    """Why it is that many page-writes: two rows of the account.
+    """Why it is that many page-writes: two rows of the account, or none where it is not so simple.
 
     Of a latent cache every rank gets a copy of each page, of a grouped-query cache its heads' part.
-    None where a page is several writes.
+    The number is another one where a page is too long for one write.
     """
     from models.registry import load_config  # jax takes a second, which `--help` need not wait for
 
