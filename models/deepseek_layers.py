@@ -6,10 +6,18 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from models.attention import call_hook, output_projection
 from models.deepseek_config import DeepSeekConfig
+from models.hook import call_hook
 from models.interface import Hook, Mode, StepBatch
-from models.layers import GatedMLP, RMSNorm, Table, declare, gated_mlp, rms_norm
+from models.layers import (
+    GatedMLP,
+    RMSNorm,
+    Table,
+    declare,
+    gated_mlp,
+    output_projection,
+    rms_norm,
+)
 from models.mla import CACHE_AXES, LatentAttention, Parameters, latent_attention
 from models.moe import Experts, moe, route_on_shards, route_sigmoid_grouped
 from models.mtp import MTPModule

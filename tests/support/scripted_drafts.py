@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdisagg.config import NodeConfig
 from jaxdisagg.model_loading import LoadedModel, load_model
-from models.attention import call_hook, write_and_attend
+from models.gqa import write_and_attend
+from models.hook import call_hook
 from models.interface import Hook, Mode, ModelFamily, Params, StepBatch
 from models.sharding import ShardingRules
 

@@ -11,7 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from models import hf_config
-from models.attention import GQAttention, call_hook, output_projection, write_and_attend
+from models.gqa import GQAttention, write_and_attend
+from models.hook import call_hook
 from models.interface import (
     Caches,
     CacheSpec,
@@ -31,6 +32,7 @@ from models.layers import (
     abstract_params,
     embed,
     gated_mlp,
+    output_projection,
     parameter,
     project_to_vocabulary,
     rms_norm,

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from models.interface import Hook, Mode, StepBatch
+from models.interface import Mode, StepBatch
 from models.layers import declare
 from models.sharding import ShardingRules
 from pallas_kernels.gqa_decode import gqa_decode
@@ -96,36 +96,3 @@ def write_and_attend(
         check_vma=False,
     )
     return run(q, k, v, cache, batch)
-
-
-def output_projection(x: jax.Array, o: jax.Array) -> jax.Array:
-    """x [T, N, H] times o [N, H, D]: [T, D], partial sums over shards of N until constrained.
-
-    As one plain matmul: with two contracted axes the CPU takes twice as long.
-    """
-    return jnp.dot(x.reshape(x.shape[0], -1), o.reshape(-1, o.shape[-1]))
-
-
-def call_hook(
-    hook: Hook | None,
-    operands: tuple[jax.Array, ...],
-    x: jax.Array,
-    cache: jax.Array,
-    layer: int,
-    *,
-    mesh: Mesh,
-    rules: ShardingRules,
-    cache_axes: tuple[str, ...] = CACHE_AXES,
-) -> jax.Array:
-    """x [dp*T, D] through `hook(*operands, x, cache, layer)` on local shards; x without a hook."""
-    if hook is None:
-        return x
-    tokens, pages = rules.spec("batch"), rules.spec(*cache_axes)
-    run = jax.shard_map(
-        lambda *args: hook(*args, layer),
-        mesh=mesh,
-        in_specs=(*(PartitionSpec() for _ in operands), tokens, pages),
-        out_specs=tokens,
-        check_vma=False,
-    )
-    return run(*operands, x, cache)
