@@ -72,18 +72,24 @@ def convert(
     if to == "native":
         weights = fingerprint_of(source, config, exact=checkpoint.exact)
         params, stats = load_measured(checkpoint)
+        copy_files(source, target)
         save_native(target, params, hf, dtype=config.dtype, weights=weights)
         loaded = f"loaded {stats}; "
     else:
+        copy_files(source, target)
         write_safetensors(target, checkpoint, config, files=files)
         text = json.dumps(config_as(hf, config.dtype), indent=2) + "\n"
         (target / "config.json").write_text(text)
         loaded = ""
+    size = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
+    return f"{loaded}wrote {size / 1e6:.0f} MB in {time.perf_counter() - begin:.1f} s"
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """The tokenizer's and other files; before the weights, so that no model is without them."""
     for pattern in COPIED:
         for file in source.glob(pattern):
             shutil.copy(file, target / file.name)
-    size = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
-    return f"{loaded}wrote {size / 1e6:.0f} MB in {time.perf_counter() - begin:.1f} s"
 
 
 def fingerprint_of(source: Path, config: ModelConfig, *, exact: bool) -> str:

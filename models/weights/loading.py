@@ -191,6 +191,8 @@ class SafetensorsCheckpoint:
         if tensor.dtype != _FP8 or self._block is None:
             return PlainView(tensor.open(), source)
         scales = self._stored[source.name + SCALE_SUFFIX].open().astype(np.float32)
+        if not np.isfinite(scales).all():
+            raise ValueError(f"{source.name}{SCALE_SUFFIX} has values that are not finite")
         return BlockFp8View(tensor.open(), scales, self._block, source)
 
 

@@ -203,6 +203,15 @@ def test_what_is_wrong_with_scales_is_listed(tmp_path: Path):
     assert f"unknown: {k}{SCALE} [1, 2]" in text
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_scales_must_be_finite(tmp_path: Path, value: float):
+    tensors = write(tmp_path, DENSE)
+    tensors[GATE + SCALE][-1, -1] = value
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match=f"{GATE}{SCALE} has values that are not finite"):
+        load(tmp_path, "float32")
+
+
 def test_fp8_needs_the_config_to_say_so(tmp_path: Path):
     write(tmp_path, DENSE)
     (tmp_path / "config.json").write_text(json.dumps({**DENSE, "quantization_config": None}))

@@ -1,7 +1,10 @@
 """Converting model folders there and back: the same bits, the other files, refusals."""
 
+import errno
 import json
+import shutil
 from pathlib import Path
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +19,7 @@ from typer.testing import CliRunner
 
 from jaxdisagg.config import MeshConfig
 from models.checkpoint import weights_fingerprint
+from models.registry import load_config
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -146,3 +150,19 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     code, output = run()
     assert code == 2
     assert "is not an empty folder" in output
+
+
+@pytest.mark.parametrize("to", ["native", "hf"])
+def test_a_folder_without_all_files_is_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Literal["native", "hf"]
+):
+    source, target = write(tmp_path / "source", "llama"), tmp_path / "target"
+
+    def full(file: Path, to: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copy", full)
+    with pytest.raises(OSError, match="No space left"):
+        convert(source, target, to=to)
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        load_config(target)
