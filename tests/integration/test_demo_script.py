@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from repository import REPOSITORY
+import typer
+from repository import REPOSITORY, load_script
 
 
 def demo(*arguments: str) -> tuple[int, str]:
@@ -62,6 +63,25 @@ def test_tiny_deepseek_is_served_from_two_ranks_to_one(more):
     assert "a copy of every page" in output
     assert ("drafts │" in output) == bool(more)
     assert "the 12 tokens equal those of the one-process node (tp 1" in output
+
+
+def answer_of(demo, *tokens):
+    return demo.Answer("model", tokens, (-0.5,) * len(tokens), (0.0,) * len(tokens), {})
+
+
+def test_tokens_that_differ_fail_the_demo_in_float32_alone(capsys):
+    demo = load_script("demo")
+    demo.compare(answer_of(demo, "a", "b"), answer_of(demo, "a", "b"), "tp 1", "float32")
+    assert "the 2 tokens equal" in capsys.readouterr().out
+    for other in (("a", "c"), ("a",), ("a", "b", "c")):
+        with pytest.raises(typer.Exit) as ended:
+            demo.compare(answer_of(demo, "a", "b"), answer_of(demo, *other), "tp 1", "float32")
+        assert ended.value.exit_code == 1
+        assert "the tokens differ" in capsys.readouterr().out
+    demo.compare(answer_of(demo, "a", "b"), answer_of(demo, "c", "b"), "tp 1", "bfloat16")
+    output = " ".join(capsys.readouterr().out.split())
+    assert "the first 0 of 2 tokens equal" in output
+    assert "in bfloat16 two programs round differently" in output
 
 
 @pytest.mark.slow
