@@ -6,9 +6,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdisagg.mesh import expert_axes
+from jaxdisagg.mesh import expert_axes, make_mesh
 from models.checkpoint import load_params
 from models.interface import Caches, Hook, StepBatch
 from models.registry import load_config
@@ -18,17 +18,6 @@ PAGE_SIZE = 16
 WIDTH = 14  # pages per row
 ROWS = 8  # per dp rank
 TOKENS = 128  # per dp rank and prefill step
-
-
-def make_mesh(dp: int, tp: int, kv_heads: int) -> Mesh:
-    """Axes (dp, kv, rep) over the first dp * tp devices."""
-    kv = min(tp, kv_heads)
-    return jax.make_mesh(
-        (dp, kv, tp // kv),
-        ("dp", "kv", "rep"),
-        axis_types=(AxisType.Auto,) * 3,
-        devices=jax.devices()[: dp * tp],
-    )
 
 
 class PagedModel:
@@ -48,7 +37,7 @@ class PagedModel:
         self.config = dataclasses.replace(config, dtype=dtype, mtp=mtp)
         self.spec = self.family.cache_spec(self.config)
         self.dp = dp
-        self.mesh = make_mesh(dp, tp, self.spec.num_kv_heads)
+        self.mesh = make_mesh(tp=tp, dp=dp, kv_heads=self.spec.num_kv_heads)
         self.rules = make_rules(expert_axes(tp=tp, dp=dp, ep=ep))
         self.params = load_params(folder, self.config, self.mesh, self.rules)
         self.by_rank = NamedSharding(self.mesh, PartitionSpec("dp"))

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from paged_model import make_mesh
 
-from jaxdisagg.mesh import expert_axes
+from jaxdisagg.mesh import expert_axes, make_mesh
 from models.deepseek_v3 import DEEPSEEK_V3
 from models.interface import ParamSpec
 from models.registry import FAMILIES
@@ -240,12 +239,12 @@ def test_a_mesh_that_does_not_fit_is_refused_by_field(
     rules = make_rules(expert_axes(tp=tp, dp=dp, ep=ep))
     config = small(**change)
     with pytest.raises(ValueError, match=message):
-        DEEPSEEK_V3.check_mesh(config, make_mesh(dp, tp, 1), rules)
-    DEEPSEEK_V3.check_mesh(config, make_mesh(1, 1, 1), rules)
+        DEEPSEEK_V3.check_mesh(config, make_mesh(tp=tp, dp=dp, kv_heads=1), rules)
+    DEEPSEEK_V3.check_mesh(config, make_mesh(tp=1, dp=1, kv_heads=1), rules)
 
 
 def test_widths_of_layers_that_are_not_there_fit_every_mesh():
-    mesh, rules = make_mesh(1, 8, 1), make_rules()
+    mesh, rules = make_mesh(tp=8, dp=1, kv_heads=1), make_rules()
     DEEPSEEK_V3.check_mesh(small(intermediate_size=1, first_k_dense_replace=0), mesh, rules)
     dense = {"first_k_dense_replace": 4, "moe_intermediate_size": 1}
     DEEPSEEK_V3.check_mesh(small(**dense), mesh, rules)

@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from golden_cases import MODELS
-from paged_model import make_mesh
 from random_checkpoint import write_checkpoint
 from tensor_files import load_file, save_file
 
+from jaxdisagg.mesh import make_mesh
 from models.checkpoint import load_params
 from models.quantization import BlockFp8, read_quantization
 from models.registry import load_config
@@ -130,7 +130,7 @@ def dequantised(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
 def load(folder: Path, dtype: str, tp: int = 1, dp: int = 1, **axes: list[str]):
     family, config = load_config(folder)
     config = dataclasses.replace(config, dtype=dtype)
-    mesh = make_mesh(dp, tp, family.cache_spec(config).num_kv_heads)
+    mesh = make_mesh(tp=tp, dp=dp, kv_heads=family.cache_spec(config).num_kv_heads)
     return load_params(folder, config, mesh, make_rules(axes))
 
 

@@ -4,9 +4,8 @@ import math
 from typing import Any
 
 import pytest
-from paged_model import make_mesh
 
-from jaxdisagg.mesh import expert_axes
+from jaxdisagg.mesh import expert_axes, make_mesh
 from models.qwen3_moe import QWEN3_MOE
 from models.sharding import make_rules
 
@@ -163,7 +162,7 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict, message: str):
 def test_a_mesh_that_does_not_divide(changes: dict, mesh: dict, message: str | None):
     config = QWEN3_MOE.config_from_hf(changed(num_hidden_layers=2, **changes))
     rules = make_rules(expert_axes(**mesh))
-    devices = make_mesh(mesh["dp"], mesh["tp"], config.num_kv_heads)
+    devices = make_mesh(tp=mesh["tp"], dp=mesh["dp"], kv_heads=config.num_kv_heads)
     if message is None:
         QWEN3_MOE.check_mesh(config, devices, rules)
     else:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from golden_cases import MODELS
-from paged_model import make_mesh
 
+from jaxdisagg.mesh import make_mesh
 from models.registry import family_of, load_config
 from models.rope import RopeConfig
 from models.sharding import DEFAULT_RULES
@@ -101,8 +101,8 @@ def test_missing_and_broken_files(tmp_path: Path):
 def test_a_mesh_that_does_not_fit_is_refused_by_field(tmp_path: Path):
     family, config = load_config(folder(tmp_path, {**QWEN3, "intermediate_size": 162}))
     with pytest.raises(ValueError, match="intermediate_size 162 does not divide into 4 shards"):
-        family.check_mesh(config, make_mesh(1, 4, config.num_kv_heads), DEFAULT_RULES)
-    family.check_mesh(config, make_mesh(1, 2, config.num_kv_heads), DEFAULT_RULES)
+        family.check_mesh(config, make_mesh(tp=4, dp=1, kv_heads=4), DEFAULT_RULES)
+    family.check_mesh(config, make_mesh(tp=2, dp=1, kv_heads=4), DEFAULT_RULES)
 
 
 def test_fingerprints_differ_with_any_field(tmp_path: Path):

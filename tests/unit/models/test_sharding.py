@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from jax.sharding import PartitionSpec as P
-from paged_model import make_mesh
 
+from jaxdisagg.mesh import make_mesh
 from models.sharding import DEFAULT_RULES, load_rules, make_rules
 
 
@@ -73,7 +73,7 @@ def test_a_missing_file_is_named(tmp_path: Path):
 
 
 def test_a_mesh_that_does_not_divide_is_refused_with_every_field():
-    mesh = make_mesh(1, 4, 2)
+    mesh = make_mesh(tp=4, dp=1, kv_heads=2)
     assert DEFAULT_RULES.shards(mesh, "heads") == 4
     assert DEFAULT_RULES.shards(mesh, "kv_heads") == 2
     with pytest.raises(ValueError, match=r"intermediate_size 6 .* 4 shards.*; vocab_size 9"):

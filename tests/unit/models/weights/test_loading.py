@@ -9,12 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from golden_cases import MODELS
-from paged_model import make_mesh
 from random_checkpoint import write_checkpoint
 from repository import load_script
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
+from jaxdisagg.mesh import make_mesh
 from models.checkpoint import load_measured, load_params, open_checkpoint, weights_fingerprint
 from models.registry import load_config
 from models.sharding import DEFAULT_RULES, make_rules
@@ -56,7 +56,7 @@ def write(folder: Path, files: int = 1, **change) -> Path:
 
 def load(folder: Path, dtype: str = "float32", tp: int = 1, rules=DEFAULT_RULES):
     _, config = load_config(folder)
-    mesh = make_mesh(1, tp, config.num_kv_heads)
+    mesh = make_mesh(tp=tp, dp=1, kv_heads=config.num_kv_heads)
     return load_params(folder, dataclasses.replace(config, dtype=dtype), mesh, rules)
 
 
@@ -179,7 +179,7 @@ def test_stacked_experts_on_every_layout(tmp_path: Path):
 
 def with_mtp(folder: Path, *, mtp: bool = True):
     family, config = load_config(folder)
-    mesh = make_mesh(1, 1, family.cache_spec(config).num_kv_heads)
+    mesh = make_mesh(tp=1, dp=1, kv_heads=family.cache_spec(config).num_kv_heads)
     return load_params(folder, dataclasses.replace(config, mtp=mtp), mesh, DEFAULT_RULES)
 
 
@@ -210,7 +210,7 @@ def test_host_memory_stays_near_the_largest_tensor(tmp_path: Path, tp: int, stac
         sizes |= {"intermediate_size": 4096, "num_hidden_layers": 3}
     write(tmp_path, files=3, **sizes)
     _, config = load_config(tmp_path)
-    mesh = make_mesh(1, tp, config.num_kv_heads)
+    mesh = make_mesh(tp=tp, dp=1, kv_heads=config.num_kv_heads)
     params, stats = load_measured(open_checkpoint(tmp_path, config, mesh, DEFAULT_RULES))
     assert stats.parameters == sum(p.size for p in params.values())
     assert stats.device_bytes == sum(

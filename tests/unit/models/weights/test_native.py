@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +11,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from paged_model import make_mesh
 from random_checkpoint import write_checkpoint
 from repository import REPOSITORY
 from tensor_files import load_file
 
+from jaxdisagg.mesh import make_mesh
 from models.checkpoint import load_params, weights_fingerprint
 from models.interface import Params
 from models.registry import load_config, read_json_object
@@ -56,7 +55,7 @@ def load(
 ) -> Params:
     _, config = load_config(folder)
     config = dataclasses.replace(config, dtype=dtype, mtp=mtp)
-    return load_params(folder, config, make_mesh(dp, tp, 1), make_rules(axes))
+    return load_params(folder, config, make_mesh(tp=tp, dp=dp, kv_heads=1), make_rules(axes))
 
 
 def save(folder: Path, source: Path, params: Params, dtype: str = "float32") -> Path:
@@ -182,13 +181,14 @@ def test_native_json_is_checked(tmp_path: Path, native: Path, change: dict, mess
 
 LOAD = """
 import sys
+from jaxdisagg.mesh import make_mesh
 from models.checkpoint import load_params
 from models.registry import load_config
 from models.sharding import DEFAULT_RULES
-from paged_model import make_mesh
+mesh = make_mesh(tp=1, dp=1, kv_heads=1)
 for folder in sys.argv[1:]:
     try:
-        load_params(folder, load_config(folder)[1], make_mesh(1, 1, 1), DEFAULT_RULES)
+        load_params(folder, load_config(folder)[1], mesh, DEFAULT_RULES)
     except ValueError as error:
         print(error)
 """
@@ -210,7 +210,6 @@ def test_parameters_that_are_gone_or_cut(tmp_path: Path, native: Path):
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "tests" / "support")},
         cwd=REPOSITORY,
     )
     said = done.stdout.splitlines()
