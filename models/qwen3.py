@@ -1,4 +1,7 @@
-"""Qwen3 dense, and the Llama architecture, which is the same without the norms of q and k."""
+"""Qwen3 dense, and the Llama architecture, which is the same without the norms of q and k.
+
+`GQAConfig` and `GQAFamily` are what both share; Qwen3-MoE builds on them too.
+"""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -41,8 +44,11 @@ from models.sharding import ShardingRules
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseConfig(ModelConfig):
-    """A dense decoder with grouped-query attention, rotary positions and a gated MLP."""
+class GQAConfig(ModelConfig):
+    """A decoder with grouped-query attention, rotary positions and a gated MLP in each layer.
+
+    A family with experts adds theirs and says which layers keep the MLP (`models.qwen3_moe`).
+    """
 
     architectures: ClassVar[tuple[str, ...]]
     qk_norm: ClassVar[bool]
@@ -67,7 +73,7 @@ class DenseConfig(ModelConfig):
             raise ValueError(f"head_dim: {self.head_dim} is odd; rotary positions need pairs")
 
 
-class Qwen3Config(DenseConfig):
+class Qwen3Config(GQAConfig):
     """Qwen3 dense: a norm over each head of q and k, before the rotation."""
 
     family = "qwen3"
@@ -75,7 +81,7 @@ class Qwen3Config(DenseConfig):
     qk_norm = True
 
 
-class LlamaConfig(DenseConfig):
+class LlamaConfig(GQAConfig):
     """Llama and models of its architecture, such as SmolLM2."""
 
     family = "llama"
@@ -86,7 +92,7 @@ class LlamaConfig(DenseConfig):
 class DecoderLayer(nnx.Module):
     """Attention and `mlp`, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: DenseConfig, layer: int, mlp: nnx.Module) -> None:
+    def __init__(self, config: GQAConfig, layer: int, mlp: nnx.Module) -> None:
         c, prefix = config, f"model.layers.{layer}"
         self.attention_norm = RMSNorm(
             f"{prefix}.input_layernorm.weight", c.hidden_size, "embed", c.dtype
@@ -109,7 +115,7 @@ class DecoderLayer(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, layers, final norm and, unless it is tied to the embedding, the head."""
 
-    def __init__(self, config: DenseConfig, mlp: Callable[[int], nnx.Module]) -> None:
+    def __init__(self, config: GQAConfig, mlp: Callable[[int], nnx.Module]) -> None:
         c = config
         self.embedding = Table("model.embed_tokens.weight", c.vocab_size, c.hidden_size, c.dtype)
         self.layers = nnx.List(
@@ -121,12 +127,12 @@ class Decoder(nnx.Module):
 
 
 @functools.lru_cache(maxsize=16)
-def _abstract_params(family: "DenseFamily", config: DenseConfig) -> dict[str, ParamSpec]:
+def _abstract_params(family: "GQAFamily", config: GQAConfig) -> dict[str, ParamSpec]:
     declare_mlp = functools.partial(family.declare_mlp, config)
     return abstract_params(lambda: Decoder(config, declare_mlp))
 
 
-class DenseFamily[C: DenseConfig]:
+class GQAFamily[C: GQAConfig]:
     """`interface.ModelFamily` for one config; a family with other MLPs overrides what is theirs."""
 
     def __init__(self, config_type: type[C]) -> None:
@@ -287,5 +293,5 @@ def _layer_param(params: Params, layer: int, name: str) -> jax.Array:
     return params[f"layers.{layer}.{name}"]
 
 
-QWEN3 = DenseFamily(Qwen3Config)
-LLAMA = DenseFamily(LlamaConfig)
+QWEN3 = GQAFamily(Qwen3Config)
+LLAMA = GQAFamily(LlamaConfig)

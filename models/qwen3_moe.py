@@ -13,12 +13,12 @@ from models import hf_config
 from models.interface import require_positive
 from models.layers import declare
 from models.moe import Experts, moe, route_on_shards, route_softmax
-from models.qwen3 import DenseConfig, DenseFamily
+from models.qwen3 import GQAConfig, GQAFamily
 from models.sharding import ShardingRules
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoeConfig(DenseConfig):
+class Qwen3MoeConfig(GQAConfig):
     """`ffn_size` is that of the layers in `dense_layers`, which have no experts."""
 
     family = "qwen3_moe"
@@ -53,11 +53,11 @@ class SparseMLP(nnx.Module):
         )
 
 
-class Qwen3MoeFamily(DenseFamily[Qwen3MoeConfig]):
+class Qwen3MoeFamily(GQAFamily[Qwen3MoeConfig]):
     """`interface.ModelFamily` of Qwen3-MoE."""
 
     def fields_from_hf(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `DenseFamily.fields_from_hf`."""
+        """See `GQAFamily.fields_from_hf`."""
         hf_config.refuse(
             hf,
             {
@@ -92,7 +92,7 @@ class Qwen3MoeFamily(DenseFamily[Qwen3MoeConfig]):
         mesh: Mesh,
         rules: ShardingRules,
     ) -> jax.Array:
-        """See `DenseFamily.mlp`; of experts the result is complete."""
+        """See `GQAFamily.mlp`; of experts the result is complete."""
         if layer in config.dense_layers:
             return super().mlp(config, layer, p, x, live, mesh=mesh, rules=rules)
         where = {"mesh": mesh, "rules": rules}
@@ -104,7 +104,7 @@ class Qwen3MoeFamily(DenseFamily[Qwen3MoeConfig]):
         return moe(x, ids, weights, live, *experts, **where)
 
     def sharded_sizes(self, config: Qwen3MoeConfig) -> dict[str, tuple[str, int]]:
-        """See `DenseFamily.sharded_sizes`."""
+        """See `GQAFamily.sharded_sizes`."""
         sizes = super().sharded_sizes(config)
         if not config.dense_layers:
             del sizes["ffn"]

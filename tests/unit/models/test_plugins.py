@@ -15,11 +15,11 @@ from models.plugins import GROUP, load_plugins
 from models.registry import FAMILIES, family_of, load_config
 
 MODULE = """
-from models.qwen3 import LlamaConfig, DenseFamily
+from models.qwen3 import LlamaConfig, GQAFamily
 class Config(LlamaConfig):
     family = {name!r}
     architectures = {architectures!r}
-FAMILY = DenseFamily(Config)
+FAMILY = GQAFamily(Config)
 """
 
 
@@ -89,7 +89,7 @@ def test_the_distribution_leaves_with_its_folder(tmp_path: Path, offer, monkeypa
         ("FAMILY = None", "FAMILY", "expected a model family, got None: it has no `name`"),
         (
             family("toy", "Toy"),
-            "DenseFamily",
+            "GQAFamily",
             "expected an instance of a model family, got the c",
         ),
         (
