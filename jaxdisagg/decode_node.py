@@ -312,6 +312,13 @@ class DecodeNode(StepLoop):
     ) -> None:
         """Hand out one token, with the logprobs if they were asked for."""
         request = active.request
+        if token < 0:
+            text = (
+                f"the model gave logits that are not finite for token {active.generated + 1} of "
+                "the answer; are the weights damaged?"
+            )
+            self.fail_request(active, RequestError(500, text, code="not_finite"))
+            return
         if token in request.stop_token_ids:
             self._end(active, DecodeState.FINISHED)
             active.stream.deliver(TokenOutput(None, finish_reason="stop"))

@@ -94,6 +94,7 @@ def sample(
     u32 [B] make the noise; temperature f32 [B] (0: greedy), top_k i32 [B] (0: all), top_p f32 [B].
     Returns tokens i32 [B], their logprobs f32 [B] under the unscaled distribution, and the best
     MAX_LOGPROBS ids i32 and logprobs f32 [B, MAX_LOGPROBS] of it (fewer for a tiny vocabulary).
+    A row whose logits hold NaN or +infinity, from which nothing can be drawn, gives token -1.
     """
     best, ids, lse = shard_map(
         _local_candidates,
@@ -110,6 +111,7 @@ def sample(
         lambda: _draw(logits, best, ids, positions, seeds, temperature, top_k, top_p, greedy),
     )
     chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    token = jnp.where(jnp.isfinite(lse), token, -1)
     return token, chosen - lse, ids[:, :shown], best[:, :shown] - lse[:, None]
 
 

@@ -2,13 +2,16 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
+import jax
 import pytest
 from golden_cases import CASES
 from nodes import generate_all, mixed, wait_until
 
 from jaxdisagg.api import GenerationRequest, RequestError, SamplingParams
 from jaxdisagg.config import CacheConfig, Timeouts
+from jaxdisagg.model_loading import load_model
 
 PROMPTS = [[(7 * i + j) % 250 for j in range(length)] for i, length in enumerate((1, 5, 40, 130))]
 
@@ -110,6 +113,28 @@ def test_requests_wait_for_pages_and_all_are_served(golden_folder):
         wait_until(lambda: parts.node.pools[0].counts().free == 11, "every page is free again")
         with pytest.raises(RequestError, match=r"needs 12 cache pages .* has 11"):
             generate_all(parts.node, [[1] * 100], 90)
+    finally:
+        parts.stop(10.0)
+
+
+@pytest.mark.parametrize("mtp", [False, True])
+def test_logits_that_are_not_finite_fail_their_request(golden_folder, mtp):
+    """Token 9 has an embedding of NaN: who meets it fails, who does not goes on."""
+
+    def damaged(config, devices):
+        model = load_model(config, devices)
+        table = model.params["embedding.table"]
+        bad = jax.device_put(table.at[9].set(float("nan")), table.sharding)
+        return replace(model, params=model.params | {"embedding.table": bad})
+
+    folder = golden_folder("deepseek_serving" if mtp else "qwen3_untied")
+    parts = mixed(folder, load=damaged, mtp=mtp)
+    try:
+        with pytest.raises(RequestError, match="not finite for token 1") as found:
+            generate_all(parts.node, [[1, 9, 3, 4]], 4, prefix="bad")
+        assert (found.value.status, found.value.code) == (500, "not_finite")
+        (whole,) = generate_all(parts.node, [[1, 2, 3, 4]], 4, prefix="good")
+        assert len(whole.tokens) == 4
     finally:
         parts.stop(10.0)
 

@@ -46,6 +46,16 @@ def log_softmax(values: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_row_without_finite_logits_draws_nothing(bad, temperature):
+    values = logits()
+    values[2, 700] = bad
+    values[3, 700] = -np.inf  # a masked token is no fault
+    token, *_ = draw(values, tp=2, temperature=temperature)
+    assert (np.asarray(token) < 0).tolist() == [row == 2 for row in range(ROWS)]
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_greedy_is_argmax_with_exact_logprobs(tp):
     values = logits()
