@@ -45,18 +45,19 @@ def convert(
     mesh: MeshConfig | None = None,
     dtype: Dtype | None = None,
     files: int = 1,
+    mtp: bool = True,
 ) -> str:
     """Write `source`, of either form, to `target` in the other or the same; says what it took.
 
     The native form is written from the mesh; to safetensors, parameters pass one by one through
     one device. Without a dtype the weights keep theirs (float16 becomes bfloat16). An MTP module
-    that the model offers is converted, too. Raises FileNotFoundError or ValueError, as loading
-    does, and ValueError when `target` is not empty.
+    that the model offers is converted, too, unless `mtp` is False. Raises FileNotFoundError or
+    ValueError, as loading does, and ValueError when `target` is not empty.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is not an empty folder")
     _, config = load_config(source)
-    config = replace(config, mtp=config.mtp_layers > 0, dtype=dtype or config.dtype)
+    config = replace(config, mtp=mtp and config.mtp_layers > 0, dtype=dtype or config.dtype)
     hf = read_json_object(source / "config.json")
     mesh = mesh or MeshConfig()
     if to == "hf" and mesh.devices > 1:
@@ -109,12 +110,15 @@ def main(
     ep: Annotated[int, typer.Option(min=1)] = 1,
     dtype: Annotated[Dtype | None, typer.Option(help="The source's, if left out.")] = None,
     files: Annotated[int, typer.Option(min=1, help="Number of safetensors files.")] = 1,
+    mtp: Annotated[
+        bool, typer.Option(help="The MTP module, too; some copies announce it without having it.")
+    ] = True,
 ) -> None:
     """Convert the model folder SOURCE into TARGET."""
     set_host_devices(tp * dp)
     try:
         mesh = MeshConfig(tp=tp, dp=dp, ep=ep)
-        done = convert(source, target, to=to, mesh=mesh, dtype=dtype, files=files)
+        done = convert(source, target, to=to, mesh=mesh, dtype=dtype, files=files, mtp=mtp)
     except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

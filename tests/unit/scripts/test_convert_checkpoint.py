@@ -14,6 +14,7 @@ from byte_tokenizer import write_tokenizer
 from convert_checkpoint import convert, main
 from make_checkpoint import FP8, family_fields
 from random_checkpoint import write_checkpoint
+from safetensors.numpy import save_file
 from tensor_files import load_file
 from typer.testing import CliRunner
 
@@ -121,6 +122,20 @@ def test_another_dtype(tmp_path: Path):
     # Converting once more keeps what the weights are.
     convert(tmp_path / "native", tmp_path / "again", mesh=MeshConfig(tp=2))
     assert weights_fingerprint(tmp_path / "again") == weights_fingerprint(tmp_path / "native")
+
+
+def test_a_module_that_is_announced_but_not_there(tmp_path: Path):
+    source = write(tmp_path / "hf", "deepseek-v3")
+    main = {n: t for n, t in tensors(source).items() if not n.startswith("model.layers.2.")}
+    assert 0 < len(main) < len(tensors(source))
+    save_file(main, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.2\.enorm\.weight"):
+        convert(source, tmp_path / "native")
+    convert(source, tmp_path / "native", mtp=False)
+    convert(tmp_path / "native", tmp_path / "back", to="hf", mtp=False)
+    back = tensors(tmp_path / "back")
+    assert back.keys() == main.keys()
+    assert all(back[name].tobytes() == main[name].tobytes() for name in main)
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
