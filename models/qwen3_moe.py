@@ -10,10 +10,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from models import hf_config
+from models.gqa_decoder import GQAConfig, GQAFamily
 from models.interface import require_positive
 from models.layers import declare
 from models.moe import Experts, moe, route_on_shards, route_softmax
-from models.qwen3 import GQAConfig, GQAFamily
 from models.sharding import ShardingRules
 
 

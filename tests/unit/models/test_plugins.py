@@ -15,7 +15,8 @@ from models.plugins import GROUP, load_plugins
 from models.registry import FAMILIES, family_of, load_config
 
 MODULE = """
-from models.qwen3 import LlamaConfig, GQAFamily
+from models.gqa_decoder import GQAFamily
+from models.qwen3 import LlamaConfig
 class Config(LlamaConfig):
     family = {name!r}
     architectures = {architectures!r}
