@@ -67,6 +67,10 @@ def fit_model(node: NodeConfig) -> ModelFit:
     kv, rep = split_tp(tp, spec.num_kv_heads)
     mesh = AbstractMesh((dp, kv, rep), MESH_AXES)
     family.check_mesh(config, cast(Mesh, mesh), rules)  # it reads the shape alone
+    if node.rules is not None:  # the default table has been tried
+        for parameter in family.abstract_params(config).values():
+            rules.spec(*parameter.axes)
+        rules.spec("batch", "vocab")  # logits
     return ModelFit(family, config, rules, layout)
 
 

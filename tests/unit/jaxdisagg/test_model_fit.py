@@ -82,6 +82,20 @@ def test_what_does_not_fit_its_model_is_named(folder, model, changes, message):
 
 
 @pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ('vocab = ["dp"]', "'batch' and 'vocab' of one array both map to mesh axis 'dp'"),
+        ('experts = ["rep"]', "'experts' and 'expert_ffn' of one array both map to .* 'rep'"),
+    ],
+)
+def test_rules_that_collide_are_refused_before_start(folder, tmp_path, rule, message):
+    file = tmp_path / "rules.toml"
+    file.write_text(f"[rules]\n{rule}\n")
+    with pytest.raises(ValueError, match=f"mixed-0: sharding rules: {message}"):
+        check_nodes([node(folder("deepseek_serving"), rules=file)])
+
+
+@pytest.mark.parametrize(
     ("model", "prefill", "decode"),
     [
         ("deepseek_serving", {"tp": 2}, {"tp": 1}),
