@@ -1,6 +1,11 @@
-"""Models of the golden cases on their meshes, each kept for the session with its compiled steps."""
+"""Models of the golden cases on their meshes, each kept with its compiled steps while it is used.
+
+A compiled model takes some 500 memory maps. Linux gives a process 65530, and XLA crashes when they
+are used up: so the tests of a model run side by side, and the last few models alone are kept.
+"""
 
 import functools
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +14,23 @@ import pytest
 from drafting_model import DraftingModel
 from golden_logits import Golden, MtpGolden
 from paged_model import PagedModel
+
+HERE = Path(__file__).parent
+KEPT_MODELS = 8
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of one model on one mesh side by side, where the first of them stands."""
+
+    def model(item: pytest.Item) -> tuple[object, ...]:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        here = HERE in item.path.parents and "mesh" in params
+        return (params["name"], params["mesh"]) if here else (item.nodeid,)
+
+    first: dict[tuple[object, ...], int] = {}
+    for i, item in enumerate(items):
+        first.setdefault(model(item), i)
+    items.sort(key=lambda item: first[model(item)])
 
 
 @pytest.fixture(scope="session")
@@ -25,8 +47,9 @@ def mtp_golden(golden_folder: Callable[[str], Path]) -> Callable[[str], MtpGolde
 def paged_model(golden_folder: Callable[[str], Path]) -> Callable[..., PagedModel]:
     """A model by case, tp, dp, ep and dtype, its cache emptied."""
 
-    @functools.cache
+    @functools.lru_cache(maxsize=KEPT_MODELS)
     def build(name: str, tp: int, dp: int, ep: int, dtype: str) -> PagedModel:
+        gc.collect()  # a model that was dropped is a cycle
         return PagedModel(golden_folder(name), tp=tp, dp=dp, ep=ep, dtype=dtype)
 
     def fresh(
@@ -43,8 +66,9 @@ def paged_model(golden_folder: Callable[[str], Path]) -> Callable[..., PagedMode
 def drafting_model(golden_folder: Callable[[str], Path]) -> Callable[..., DraftingModel]:
     """The same with the MTP module, in f32; `follow` and `reset` empty its cache."""
 
-    @functools.cache
+    @functools.lru_cache(maxsize=KEPT_MODELS)
     def build(name: str, tp: int, dp: int, ep: int) -> DraftingModel:
+        gc.collect()
         return DraftingModel(golden_folder(name), tp=tp, dp=dp, ep=ep)
 
     return build
