@@ -112,6 +112,7 @@ class Router:
             message = f"the model {clip(repr(model))} does not exist here, only these do: {names}"
             raise RequestError(404, message, code="model_not_found", param="model")
         headers = _pass_on(request.headers.items()) | {"accept-encoding": "identity"}
+        declined: Response | None = None
         for node in self.members.candidates(model):
             if node.gone:
                 continue
@@ -130,7 +131,12 @@ class Router:
                 node.in_flight -= 1
                 self._count(node, "cancelled" if isinstance(error, ClientGone) else "failed")
                 raise
-            return await self._pass_back(node, answer)
+            response = await self._pass_back(node, answer)
+            if not _is_not_ready(answer):
+                return response
+            declined = response  # it has begun nothing: another node may be ready
+        if declined is not None:
+            return declined
         missing = self.members.missing(model) or "no decode or mixed node is ready"
         raise RequestError(503, missing, code="no_decode_node")
 
@@ -292,6 +298,16 @@ def _is_stream(answer: httpx.Response) -> bool:
 
 def _pass_on(headers: Any) -> dict[str, str]:
     return {name: value for name, value in headers if name.lower() not in NOT_PASSED_ON}
+
+
+def _is_not_ready(answer: httpx.Response) -> bool:
+    """Whether a node answered that it cannot serve yet, which its last heartbeat did not tell."""
+    if answer.status_code != 503 or _is_stream(answer):
+        return False
+    try:
+        return msgspec.json.decode(answer.content)["error"]["code"] == "not_ready"
+    except (msgspec.MsgspecError, TypeError, LookupError):
+        return False
 
 
 def _lost(node: Node, error: Exception) -> RequestError:

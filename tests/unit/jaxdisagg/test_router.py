@@ -79,6 +79,21 @@ async def test_a_nodes_error_is_passed_on(router, nodes, status):
     assert len(engine.requests) == 2  # not tried again
 
 
+async def test_a_node_that_is_not_ready_after_all_is_passed_over(router, nodes):
+    """As after a restart on the same port, until its first heartbeat."""
+    async with nodes(2) as (first, second):
+        first.missing = "no prefill node"
+        for body in (BODY, STREAM):
+            response = await router.post("/v1/completions", json=body)
+            assert response.status_code == 200
+            assert response.headers["x-jaxdisagg-node"] == "n1"
+        second.missing = "no pages"
+        response = await router.post("/v1/completions", json=BODY)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
+    assert (len(first.requests), len(second.requests)) == (0, 2)
+    await until_idle(router)
+
+
 async def test_a_stream_is_passed_on_as_it_comes(router, nodes):
     async with nodes(1) as (engine,):
         engine.script, engine.gate = b"abc", True
