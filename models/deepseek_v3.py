@@ -11,7 +11,7 @@ from models import mtp
 from models.deepseek_config import DeepSeekConfig, read_config
 from models.deepseek_layers import Decoder, mtp_prefix, run_layer
 from models.interface import Caches, CacheSpec, Hook, Mode, Params, ParamSpec, StepBatch
-from models.layers import abstract_params, embed, project_to_vocabulary, rms_norm
+from models.layers import abstract_params, embed, rms_norm, vocabulary_logits
 from models.rope import rope_tables
 from models.sharding import ShardingRules
 
@@ -123,8 +123,7 @@ class DeepSeekFamily:
     ) -> jax.Array:
         """See `interface.ModelFamily.logits`."""
         table = params["embedding.table" if config.tied else "head.table"]
-        sharding = rules.sharding(mesh, ("batch", "vocab"))
-        return jax.lax.with_sharding_constraint(project_to_vocabulary(hidden, table), sharding)
+        return vocabulary_logits(hidden, table, mesh=mesh, rules=rules)
 
     def draft(
         self,

@@ -35,8 +35,8 @@ from models.layers import (
     embed,
     gated_mlp,
     output_projection,
-    project_to_vocabulary,
     rms_norm,
+    vocabulary_logits,
 )
 from models.quantization import read_quantization
 from models.rope import RopeConfig, rope_from_hf, rope_tables, rotate
@@ -269,8 +269,7 @@ class GQAFamily[C: GQAConfig]:
     ) -> jax.Array:
         """See `interface.ModelFamily.logits`."""
         table = params["embedding.table" if config.tied else "head.table"]
-        sharding = rules.sharding(mesh, ("batch", "vocab"))
-        return jax.lax.with_sharding_constraint(project_to_vocabulary(hidden, table), sharding)
+        return vocabulary_logits(hidden, table, mesh=mesh, rules=rules)
 
 
 def _layer_param(params: Params, layer: int, name: str) -> jax.Array:

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
 
 from models.interface import HFSource, ParamSpec
+from models.sharding import ShardingRules
 
 
 def declare(
@@ -120,6 +122,14 @@ def gated_mlp(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> 
     gated = jax.nn.silu(jnp.dot(x, gate, preferred_element_type=jnp.float32))
     hidden = gated * jnp.dot(x, up, preferred_element_type=jnp.float32)
     return jnp.dot(hidden.astype(x.dtype), down)
+
+
+def vocabulary_logits(
+    hidden: jax.Array, table: jax.Array, *, mesh: Mesh, rules: ShardingRules
+) -> jax.Array:
+    """`project_to_vocabulary` of hidden [dp*R, D], sharded on ('dp', 'vocab')."""
+    sharding = rules.sharding(mesh, ("batch", "vocab"))
+    return lax.with_sharding_constraint(project_to_vocabulary(hidden, table), sharding)
 
 
 def project_to_vocabulary(hidden: jax.Array, table: jax.Array) -> jax.Array:
