@@ -17,8 +17,8 @@ GatedWeights = tuple[jax.Array, jax.Array, jax.Array]  # gate, up [E, D, F], dow
 # (scripts/bench_experts.py).
 _MIN_BLOCK, _MAX_BLOCK = 8, 128
 # Elements of [pairs, experts, D] up to which a GPU takes the grouped matmuls: XLA of jax 0.12 makes
-# of them one dense product over all local experts with such an operand (compiled for an H200: 4 GiB
-# at 1024 tokens, 8 of 128 experts, D 2048; the loop 13 MiB). Small ones spare the loop's launches.
+# of them one dense product over all local experts with such an operand (docs/adr/0008). Small ones
+# spare the loop's launches.
 _MAX_EXPANDED = 2**27
 
 
