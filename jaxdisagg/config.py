@@ -182,7 +182,8 @@ class ServeConfig:
     def _check_pairs(self) -> None:
         """What HELLO would refuse after the warm-up of both nodes is refused here at once.
 
-        What depends on the model too, such as unequal tp, is `model_fit.check_nodes`'s.
+        What depends on the model too, such as a tp that does not fit, is
+        `model_fit.check_nodes`'s.
         """
         apart = [node for node in self.nodes if node.role != "mixed"]
         for node in apart[1:]:

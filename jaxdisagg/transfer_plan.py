@@ -8,7 +8,8 @@ A request lives on one dp rank of each side; `rank` here is the tp rank within i
 """
 
 import hashlib
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -76,6 +77,18 @@ class CacheLayout:
         n = self.kv_heads // self.shards
         first = rank // self.replicas * n
         return range(first, first + n)
+
+    def shard_of(self, head: int) -> int:
+        """The shard that a KV head is in."""
+        if not 0 <= head < self.kv_heads:
+            raise ValueError(f"head: {head}, must be in 0..{self.kv_heads - 1}")
+        return head // (self.kv_heads // self.shards)
+
+    def ranks_of(self, shard: int) -> range:
+        """The tp ranks that hold a copy of a shard."""
+        if not 0 <= shard < self.shards:
+            raise ValueError(f"shard: {shard}, must be in 0..{self.shards - 1}")
+        return range(shard * self.replicas, (shard + 1) * self.replicas)
 
     @property
     def devices(self) -> int:
@@ -180,38 +193,60 @@ def chunk_pages(begin: int, end: int, total: int, page_size: int) -> range:
 def plan(source: CacheLayout, destination: CacheLayout, seed: int = 0) -> TransferPlan:
     """Map the prefill node's page shards, and its context rows, to the decode node's devices.
 
-    gqa: with equal tp, the only one supported, rank r writes rank r. mla: every destination rank
-    gets one copy of each page from some source rank, whatever the two tp are. `seed` (drawn by the
-    decoder, sent in PREFILL, at least 0) chooses among source ranks that hold the same bytes: a
-    permutation of them is dealt to the destination ranks in turn, so that a wide destination keeps
-    every source device at work, and narrow ones spread over all of them request by request.
+    Every destination rank gets each head that it holds from one source rank that holds it too. The
+    heads that it shares with one source shard are contiguous in the page on both sides: one unit,
+    or several if they are longer than MAX_UNIT_BYTES. So a wider decode node splits pages, a
+    narrower one has them rebuilt from parts, and replicas, of heads or of a latent, are written one
+    by one. `seed` (drawn by the decoder, sent in PREFILL, at least 0) chooses among the source
+    ranks that hold the same shard: a permutation of them is dealt to the destination ranks that
+    want it, in turn. So a request's load on the replicas of a shard differs by one destination rank
+    at most, a wide destination keeps every source device at work, and narrow ones spread over all
+    of them request by request. The number of units does not depend on it.
     Raises ValueError naming the field and both values for layouts that cannot be mapped.
     """
     for name in ("kind", "layers", "kv_heads", "head_dim", "page_size", "itemsize"):
         ours, theirs = getattr(source, name), getattr(destination, name)
         if ours != theirs:
             raise ValueError(f"{name}: {ours} on the prefill node, {theirs} on the decode node")
-    order = _shuffled(source.tp, seed)
-    dealt = tuple(order[rank % source.tp] for rank in range(destination.tp))
-    if source.kind == "mla":
-        sources = dealt
-    elif source.tp == destination.tp:
-        sources = tuple(range(source.tp))
-    else:
-        raise ValueError(
-            f"tp: {source.tp} on the prefill node, {destination.tp} on the decode node; "
-            "unequal tp is not supported for a gqa cache"
+    units: list[PlanUnit] = []
+    dealt = [_dealt(source.ranks_of(shard), seed) for shard in range(source.shards)]
+    for rank in range(destination.tp):
+        wanted = destination.heads_of(rank)
+        for shard in range(source.shard_of(wanted[0]), source.shard_of(wanted[-1]) + 1):
+            origin = next(dealt[shard])
+            held = source.heads_of(origin)
+            first, stop = max(held.start, wanted.start), min(held.stop, wanted.stop)
+            units += _units(
+                origin,
+                rank,
+                (first - held.start) * source.head_bytes,
+                (first - wanted.start) * destination.head_bytes,
+                (stop - first) * source.head_bytes,
+            )
+    contexts = itertools.islice(_dealt(range(source.tp), seed), destination.tp)
+    return TransferPlan(source, destination, tuple(units), tuple(contexts))
+
+
+def _units(
+    source_rank: int,
+    destination_rank: int,
+    source_offset: int,
+    destination_offset: int,
+    length: int,
+) -> Iterator[PlanUnit]:
+    """A contiguous run of bytes as units, none longer than MAX_UNIT_BYTES."""
+    for done in range(0, length, MAX_UNIT_BYTES):
+        yield PlanUnit(
+            source_rank,
+            destination_rank,
+            source_offset + done,
+            destination_offset + done,
+            min(MAX_UNIT_BYTES, length - done),
         )
-    units = tuple(
-        PlanUnit(origin, rank, offset, offset, min(MAX_UNIT_BYTES, source.shard_bytes - offset))
-        for rank, origin in enumerate(sources)
-        for offset in range(0, source.shard_bytes, MAX_UNIT_BYTES)
-    )
-    return TransferPlan(source, destination, units, dealt)
 
 
-def _shuffled(ranks: int, seed: int) -> list[int]:
-    """0..ranks-1 in an order drawn from `seed`.
+def _dealt(ranks: range, seed: int) -> Iterator[int]:
+    """`ranks` in an order drawn from `seed`, over and over.
 
     By a hash, since both nodes must draw the same: NumPy may change its generators' streams.
     """
@@ -219,7 +254,34 @@ def _shuffled(ranks: int, seed: int) -> list[int]:
     def draw(rank: int) -> bytes:
         return hashlib.blake2b(f"{seed} {rank}".encode(), digest_size=16).digest()
 
-    return sorted(range(ranks), key=draw)
+    return itertools.cycle(sorted(ranks, key=draw))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one request moves: int64[source tp, destination tp] units, and bytes of them."""
+
+    units: np.ndarray
+    bytes: np.ndarray
+
+
+def traffic(transfer: TransferPlan, prompt_length: int, *, context_bytes: int | None) -> Traffic:
+    """What each source rank sends to each destination rank for a prompt of `prompt_length` tokens.
+
+    `context_bytes` is the length of a context buffer, None without one. A column's units are what
+    `expected_units` says of that destination rank.
+    """
+    shape = transfer.source.tp, transfer.destination.tp
+    units, sizes = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    pages = transfer.pages_for(prompt_length) * transfer.source.layers
+    for unit in transfer.units:
+        units[unit.source_rank, unit.destination_rank] += pages
+        sizes[unit.source_rank, unit.destination_rank] += pages * unit.length
+    if context_bytes is not None:
+        for rank, origin in enumerate(transfer.context_sources):
+            units[origin, rank] += 1
+            sizes[origin, rank] += context_bytes
+    return Traffic(units, sizes)
 
 
 def check(transfer: TransferPlan) -> None:

@@ -72,12 +72,6 @@ def test_options_that_cannot_work(serving_folder, arguments, message):
     assert message in refused("--model", str(serving_folder), "--port", "0", *arguments)
 
 
-def test_unequal_tp_is_refused_by_name(serving_folder):
-    output = refused("--model", str(serving_folder), "--port", "0", *SMALL,
-                     "--prefill", "tp=2", "--decode", "tp=1")  # fmt: skip
-    assert "prefill-0 and decode-0: tp: 2 on the prefill node, 1 on the decode node" in output
-
-
 def test_ports_in_use(serving_folder):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

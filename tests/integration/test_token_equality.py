@@ -49,6 +49,25 @@ def test_random_qwen3(random_model, at_once):
     pair.idle()
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ({"tp": 2}, {"tp": 4}),
+        pytest.param({"tp": 4}, {"tp": 1, "dp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_unequal_tp(golden_folder, prefill, decode):
+    """Pages are split among more decode devices, or rebuilt from the parts of more prefill ones."""
+    folder = golden_folder("qwen3_serving")
+    golden = golden_serving.load("qwen3_serving", folder)
+    new = golden.tokens.shape[1]
+    with Pair(folder, prefill=prefill, decode=decode, shuffle=True) as pair:
+        found = generate_all(pair.decode.node, golden.prompts, new, at_once=8)
+        check(found, golden, new)
+        pair.idle()
+
+
 @pytest.mark.slow
 def test_dp_two_on_both_sides(golden_folder):
     folder = golden_folder("qwen3_serving")

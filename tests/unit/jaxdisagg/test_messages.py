@@ -305,7 +305,6 @@ def test_equal_nodes_are_compatible_and_dp_is_free():
         (replace(kv_heads=8), "kv heads:", ("4", "8")),
         (replace(head_dim=128), "head dim:", ("64", "128")),
         (replace(itemsize=2), "itemsize:", ("4", "2")),
-        (replace(tp=4), "tp:", ("2", "4")),
         (hello(), "role:", ("decode",)),
         (hello("prefill", contexts=()), "context bytes:", ("4096", "no buffers")),
     ],
@@ -315,6 +314,11 @@ def test_one_mismatch_is_one_line_with_the_field_and_both_values(theirs, begins,
     assert len(problems) == 1
     assert problems[0].startswith(begins)
     assert all(value in problems[0] for value in values)
+
+
+def test_heads_are_compatible_with_any_tp_that_fits_them():
+    for tp in (1, 4, 8):
+        assert compatibility(hello(), replace(tp=tp)) == []
 
 
 def test_a_latent_cache_is_compatible_with_any_tp():
@@ -337,7 +341,7 @@ def test_every_mismatch_is_reported():
     layout = dataclasses.replace(LAYOUT, page_size=64, tp=4)
     other = hello("prefill", layout, dtype="bfloat16", model="x")
     names = [line.split(":")[0] for line in compatibility(hello(), other)]
-    assert names == ["model", "dtype", "page size", "tp"]
+    assert names == ["model", "dtype", "page size"]
 
 
 def test_a_layout_of_another_kind_is_reported():

@@ -17,13 +17,13 @@ from jaxdisagg.transfer_plan import (
     chunk_pages,
     pages_for,
     plan,
+    traffic,
 )
 
 
 @st.composite
 def layouts(draw) -> CacheLayout:
-    kv_heads = draw(st.sampled_from([1, 2, 3, 4, 8]))
-    fits = [t for t in (1, 2, 3, 4, 6, 8) if kv_heads % t == 0 or t % kv_heads == 0]
+    kv_heads = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
     return CacheLayout(
         "gqa",
         layers=draw(st.integers(1, 3)),
@@ -31,9 +31,21 @@ def layouts(draw) -> CacheLayout:
         head_dim=draw(st.sampled_from([1, 4, 6])),
         page_size=draw(st.integers(1, 5)),
         itemsize=draw(st.sampled_from([1, 2, 4])),
-        tp=draw(st.sampled_from(fits)),
+        tp=draw(st.sampled_from(fitting_tp(kv_heads))),
         dp=draw(st.integers(1, 2)),
     )
+
+
+def fitting_tp(kv_heads: int) -> list[int]:
+    return [t for t in (1, 2, 3, 4, 6, 8, 12) if kv_heads % t == 0 or t % kv_heads == 0]
+
+
+@st.composite
+def head_pairs(draw) -> tuple[CacheLayout, CacheLayout]:
+    """A prefill and a decode node of one cache of sharded heads, each with any tp that fits."""
+    source = draw(layouts())
+    tp = draw(st.sampled_from(fitting_tp(source.kv_heads)))
+    return source, dataclasses.replace(source, tp=tp, dp=3 - source.dp)
 
 
 @st.composite
@@ -106,7 +118,7 @@ def carry_out(transfer: TransferPlan, rng: np.random.Generator, length: int, chu
     return wrong, times[:, :, target_pages], issued
 
 
-pairs = layouts().map(lambda a: (a, dataclasses.replace(a, dp=3 - a.dp))) | latent_pairs()
+pairs = head_pairs() | latent_pairs()
 
 
 @settings(max_examples=150, deadline=None)
@@ -135,7 +147,10 @@ def test_the_count_depends_on_neither_seed_nor_grouping_of_ranks(pair, length, c
         for r in range(pair[1].tp)
     ]
     assert sum(by_rank) == expected
-    assert len(set(by_rank)) == 1
+    assert by_rank == [
+        plan(*pair, 0).expected_units(length, context=context, destination_ranks=[r])
+        for r in range(pair[1].tp)
+    ]
 
 
 @given(latent_pairs(), st.integers(0, 2**32 - 1))
@@ -160,6 +175,32 @@ def latent(tp: int) -> CacheLayout:
 
 def sources_of(layouts: tuple[CacheLayout, CacheLayout], seed: int) -> list[int]:
     return [u.source_rank for u in plan(*layouts, seed).units]
+
+
+@given(head_pairs(), st.integers(0, 2**32 - 1))
+def test_copies_of_heads_are_used_evenly(pair, seed):
+    source, destination = pair
+    transfer = plan(source, destination, seed)
+    used = np.bincount([u.source_rank for u in transfer.units], minlength=source.tp)
+    shards = used.reshape(-1, source.replicas)
+    assert (np.ptp(shards, axis=1) <= 1).all()
+    if destination.tp >= source.tp:
+        assert used.all(), "an idle source device"
+
+
+@given(pairs, st.integers(1, 40), st.integers(0, 99), st.none() | st.integers(1, 99))
+def test_traffic_is_what_the_units_say(pair, length, seed, context_bytes):
+    transfer = plan(*pair, seed)
+    source, destination = pair
+    moved = traffic(transfer, length, context_bytes=context_bytes)
+    expected = [
+        transfer.expected_units(length, context=context_bytes is not None, destination_ranks=[rank])
+        for rank in range(destination.tp)
+    ]
+    assert moved.units.sum(axis=0).tolist() == expected
+    each = pages_for(length, source.page_size) * source.layers * destination.shard_bytes
+    assert (moved.bytes.sum(axis=0) == each + (context_bytes or 0)).all()
+    assert moved.units.shape == moved.bytes.shape == (source.tp, destination.tp)
 
 
 def test_over_requests_a_narrow_decode_node_is_served_by_every_source_device():
@@ -278,15 +319,45 @@ def test_the_check_names_a_unit_out_of_bounds(change, text):
         check(dataclasses.replace(good, units=(extra, *good.units)))
 
 
-def test_parts_of_one_page_from_several_sources_pass_the_check():
-    """The shape that unequal tp will take: units of one destination rank from two sources."""
+def test_a_page_is_rebuilt_from_the_parts_of_several_sources():
     one = dataclasses.replace(BASE, tp=1)
     half = BASE.shard_bytes
-    units = (PlanUnit(0, 0, 0, 0, half), PlanUnit(1, 0, 0, half, half))
-    check(TransferPlan(BASE, one, units, (0,)))
-    bad = TransferPlan(BASE, one, (units[0], dataclasses.replace(units[1], source_rank=0)), (0,))
+    transfer = plan(BASE, one)
+    assert transfer.units == (PlanUnit(0, 0, 0, 0, half), PlanUnit(1, 0, 0, half, half))
+    check(transfer)
+    wrong = dataclasses.replace(transfer.units[1], source_rank=0)
     with pytest.raises(ValueError, match="byte"):
-        check(bad)
+        check(dataclasses.replace(transfer, units=(transfer.units[0], wrong)))
+
+
+def test_a_page_is_split_among_several_destinations():
+    four = dataclasses.replace(BASE, tp=4)
+    one = BASE.head_bytes
+    assert plan(BASE, four).units == (
+        PlanUnit(0, 0, 0, 0, one),
+        PlanUnit(0, 1, one, 0, one),
+        PlanUnit(1, 2, 0, 0, one),
+        PlanUnit(1, 3, one, 0, one),
+    )
+
+
+def test_heads_that_two_ranks_share_partly_are_units_of_their_own():
+    """Six heads: {012}{345} on the prefill node, {01}{23}{45} on the decode node."""
+    two = dataclasses.replace(BASE, kv_heads=6, tp=2)
+    three = dataclasses.replace(two, tp=3)
+    h = two.head_bytes
+    assert plan(two, three).units == (
+        PlanUnit(0, 0, 0, 0, 2 * h),
+        PlanUnit(0, 1, 2 * h, 0, h),
+        PlanUnit(1, 1, 0, h, h),
+        PlanUnit(1, 2, h, 0, 2 * h),
+    )
+    assert plan(three, two).units == (
+        PlanUnit(0, 0, 0, 0, 2 * h),
+        PlanUnit(1, 0, 0, 2 * h, h),
+        PlanUnit(1, 1, h, 0, h),
+        PlanUnit(2, 1, 0, h, 2 * h),
+    )
 
 
 def test_a_page_longer_than_a_write_is_several_units(monkeypatch):
@@ -314,17 +385,19 @@ def test_a_latent_page_longer_than_a_write_is_several_units_to_each_rank(monkeyp
     assert issued == transfer.expected_units(8, context=False) == 3 * 3 * 2 * 3
 
 
-def test_replicated_heads_write_their_own_rank():
+def test_replicated_heads_are_dealt_to_their_copies_by_the_seed():
     layout = dataclasses.replace(BASE, kv_heads=2, tp=4)
     assert [layout.heads_of(r) for r in range(4)] == [range(1), range(1), range(1, 2), range(1, 2)]
-    pairs = {(u.source_rank, u.destination_rank) for u in plan(layout, layout).units}
-    assert pairs == {(r, r) for r in range(4)}
+    drawn = {
+        tuple((u.source_rank, u.destination_rank) for u in plan(layout, layout, seed).units)
+        for seed in range(40)
+    }
+    assert drawn == {((a, 0), (1 - a, 1), (b, 2), (5 - b, 3)) for a in (0, 1) for b in (2, 3)}
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"tp": 4}, "tp: 2 on the prefill node, 4 on the decode node; unequal tp is not supported"),
         ({"page_size": 6}, "page_size: 3 on the prefill node, 6 on the decode node"),
         ({"kv_heads": 8}, "kv_heads: 4"),
         ({"layers": 3}, "layers: 2"),
