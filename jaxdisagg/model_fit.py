@@ -50,7 +50,14 @@ def fit_model(node: NodeConfig) -> ModelFit:
     Raises FileNotFoundError or ValueError, naming the field, when the folder holds no supported
     model, or its dtype, limits, mesh, rules, `ep` or `mtp` do not fit that model.
     """
-    family, config = load_config(node.model)
+    return fit_config(node, *load_config(node.model))
+
+
+def fit_config(node: NodeConfig, family: ModelFamily, config: ModelConfig) -> ModelFit:
+    """A model that needs no folder on the node's mesh; `node.model` is not read.
+
+    Raises ValueError as `fit_model`.
+    """
     config = replace(config, dtype=node.dtype, mtp=node.mtp)
     if node.batch.max_model_len > config.max_position:
         raise ValueError(
