@@ -1,0 +1,1 @@
+"""The processes of one node: how they talk, start, and keep in step."""
