@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from jaxdisagg.transfer_plan import CacheLayout, pages_for, plan
+from jaxdisagg.transfer_plan import MAX_DEVICES, CacheLayout, pages_for, plan
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 SLOT_LIMIT = 1 << 20
 MAX_TOKEN_ID = (1 << 31) - 1
 
@@ -23,6 +23,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Slot = Annotated[int, msgspec.Meta(ge=0, lt=SLOT_LIMIT)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+NodeName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class MessageError(ValueError):
@@ -54,11 +55,13 @@ class NodeHello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=
     weights, `num_pages` the pages of one dp rank, scratch included. `regions[ordinal][layer]` is
     the cache shard of a device (`layout.ordinal(dp_rank, rank)`) and layer; `contexts[ordinal]`
     its context buffers. With `mtp` the last layer is the MTP module's. `epoch` differs after each
-    start of the process (0..2**64-1).
+    start of the process (0..2**64-1). `processes` are the control addresses of a node of several
+    processes, which hold equal shares of its devices in their order; the first, which leads, is
+    who greets with this. None is a node of one process.
     """
 
     role: Literal["prefill", "decode"]
-    node: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    node: NodeName
     epoch: int
     model: str
     dtype: str
@@ -69,11 +72,18 @@ class NodeHello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=
     contexts: tuple[ContextBuffers, ...] = ()
     mtp: bool = False
     protocol: int = PROTOCOL_VERSION
+    processes: tuple[NodeName, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.epoch < 1 << 64:
-            raise ValueError(f"epoch: {self.epoch}, must be in 0..2**64-1")
+        _check_epoch(self.epoch)
         layout = self.layout
+        if layout.devices % self.process_count:
+            raise ValueError(
+                f"processes: {len(self.processes)}, must share the layout's {layout.devices} "
+                "devices equally"
+            )
+        if len(set(self.processes)) < len(self.processes):
+            raise ValueError("processes: an address is listed twice")
         shard = self.num_pages * layout.shard_bytes
         for name in ("regions", "contexts"):
             devices = len(getattr(self, name))
@@ -97,6 +107,30 @@ class NodeHello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=
                     f"contexts: a region of {buffers.region.length} bytes cannot hold "
                     f"{buffers.count} buffers of {buffers.buffer_bytes}"
                 )
+
+    @property
+    def process_count(self) -> int:
+        """Processes of the node."""
+        return max(len(self.processes), 1)
+
+
+class MemberHello(msgspec.Struct, frozen=True, tag="member", forbid_unknown_fields=True):
+    """A process of a node that another one leads: its node's name, its leader's epoch, its number.
+
+    What the node is, the leader's NodeHello says.
+    """
+
+    node: NodeName
+    epoch: int
+    process: Annotated[int, msgspec.Meta(ge=1, lt=MAX_DEVICES)]
+
+    def __post_init__(self) -> None:
+        _check_epoch(self.epoch)
+
+
+def _check_epoch(epoch: int) -> None:
+    if not 0 <= epoch < 1 << 64:
+        raise ValueError(f"epoch: {epoch}, must be in 0..2**64-1")
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill", forbid_unknown_fields=True):
@@ -224,7 +258,7 @@ class Telemetry(msgspec.Struct, frozen=True, tag="telemetry", forbid_unknown_fie
     bytes: Count
 
 
-Message = NodeHello | Prefill | Busy | Failed | Cancel | CancelAck | Telemetry
+Message = NodeHello | MemberHello | Prefill | Busy | Failed | Cancel | CancelAck | Telemetry
 
 _VERSION = bytes([PROTOCOL_VERSION])
 _encoder = msgspec.msgpack.Encoder()
@@ -252,11 +286,21 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
         raise MessageError(f"message: {error}") from error
 
 
-def decode_hello(data: bytes | bytearray | memoryview) -> NodeHello:
-    """The HELLO in `data`. Raises MessageError for anything else, other messages included."""
+def decode_greeting(data: bytes | bytearray | memoryview) -> NodeHello | MemberHello:
+    """The HELLO in `data`, a node's or a member's. Raises MessageError for anything else."""
     message = decode(data)
-    if not isinstance(message, NodeHello):
+    if not isinstance(message, NodeHello | MemberHello):
         raise MessageError(f"message: {type(message).__name__} where a HELLO was expected")
+    return message
+
+
+def decode_hello(data: bytes | bytearray | memoryview) -> NodeHello:
+    """The HELLO of a node in `data`. Raises MessageError for anything else."""
+    message = decode_greeting(data)
+    if isinstance(message, MemberHello):
+        raise MessageError(
+            f"process {message.process} of {message.node} answers here; greet its first process"
+        )
     return message
 
 

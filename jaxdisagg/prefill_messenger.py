@@ -28,7 +28,7 @@ from jaxdisagg.cache import PagedCache
 from jaxdisagg.messages import MessageError, NodeHello
 from jaxdisagg.registration import RemoteCache
 from jaxdisagg.scheduler import PrefillStep
-from jaxdisagg.step_plans import StepPlanner
+from jaxdisagg.step_plans import PlannedRequest, StepPlanner
 from jaxdisagg.transfer_plan import plan
 
 if TYPE_CHECKING:
@@ -220,7 +220,9 @@ class PrefillMessenger:
         for chunk, request in zip(step.chunks, requests, strict=True):
             peer = self._peers.get(request.peer)
             if peer is not None and request.transfer is not None:
-                writes += self._planner.writes_of(chunk, request, peer.remote)
+                writes += self._planner.writes_of(
+                    _planned(request), chunk.begin, chunk.end, peer.remote, {0: request.transfer}
+                )
         try:
             self._engine.add_plan(number, self._planner.ordinals, self._planner.layers, writes)
         except (ValueError, TransportError) as error:
@@ -276,3 +278,19 @@ class PrefillMessenger:
             "page_writes": self._page_writes,
             "fabric": {"provider": self._engine.provider, **self._engine.counters()},
         }
+
+
+def _planned(request: "PrefillRequest") -> PlannedRequest:
+    """What the writes of a request with leased pages follow from."""
+    assert request.lease is not None
+    message = request.message
+    return PlannedRequest(
+        rank=request.rank,
+        dp_rank=message.dp_rank,
+        seed=message.seed,
+        total=message.prompt_length - 1,
+        source_pages=messages.pack(request.lease.pages),
+        destination_pages=message.pages,
+        context_row=request.context,
+        context=message.context,
+    )

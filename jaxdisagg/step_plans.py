@@ -4,22 +4,42 @@ Only pages that a chunk completes are sent, a partly filled last one with the la
 byte is sent once. The context follows the last chunk, one more unit for each device that decodes.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 
 from ffi_transport.types import PageUnit, PlanWrite
 from jaxdisagg.cache import PagedCache
+from jaxdisagg.messages import unpack
+from jaxdisagg.process_shares import process_of
 from jaxdisagg.registration import RemoteCache
-from jaxdisagg.scheduler import Chunk
 from jaxdisagg.transfer_plan import CacheLayout, TransferPlan, plan
 
-if TYPE_CHECKING:
-    from jaxdisagg.prefill_node import PrefillRequest
+
+class PlannedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """What a request's writes follow from, beside its chunks; each process of the node gets it.
+
+    It lies on dp rank `rank` here and `dp_rank` there, and `total` of its rows are sent. Pages are
+    packed uint32 in the order of the tokens. `context_row` is its row of the context buffer here,
+    `context` the buffer lent to it there, if it wants one.
+    """
+
+    rank: int
+    dp_rank: int
+    seed: int
+    total: int
+    source_pages: bytes
+    destination_pages: bytes
+    context_row: int
+    context: int | None
 
 
 class StepPlanner:
-    """Plans for one prefill node's cache; `layers` counts the context buffer as one more."""
+    """Plans for the devices of a prefill node's cache that this process holds.
+
+    `ordinals` are these devices' own numbers; `layers` counts the context buffer as one more.
+    """
 
     def __init__(self, layout: CacheLayout, cache: PagedCache) -> None:
         self._layout = layout
@@ -29,33 +49,61 @@ class StepPlanner:
         self.layers = len(cache.layers) + 1
 
     def writes_of(
-        self, chunk: Chunk, request: "PrefillRequest", remote: RemoteCache
+        self,
+        request: PlannedRequest,
+        begin: int,
+        end: int,
+        remote: RemoteCache,
+        transfers: Mapping[int, int],
     ) -> list[PlanWrite]:
-        """The writes that a chunk of a request, whose pages and transfer are there, releases."""
-        transfer_plan = plan(self._layout, remote.hello.layout, request.message.seed)
-        pages = transfer_plan.chunk_pages(chunk.begin, chunk.end, chunk.job.total)
-        writes = self._pages(transfer_plan, request, remote, pages) if pages else []
-        if chunk.last and request.message.context is not None:
-            writes += self._contexts(transfer_plan, request, remote, request.message.context)
+        """The writes from this process that rows [begin, end) of a request release.
+
+        `transfers` holds the native transfer to each process of the decode node; where there is
+        none, nothing is left to write.
+        """
+        transfer_plan = plan(self._layout, remote.hello.layout, request.seed)
+        pages = transfer_plan.chunk_pages(begin, end, request.total)
+        writes = self._pages(transfer_plan, request, remote, transfers, pages) if pages else []
+        if end == request.total and request.context is not None:
+            writes += self._contexts(transfer_plan, request, remote, transfers, request.context)
         return writes
+
+    def _way(
+        self,
+        request: PlannedRequest,
+        remote: RemoteCache,
+        transfers: Mapping[int, int],
+        source_rank: int,
+        destination_rank: int,
+    ) -> tuple[int, int] | None:
+        """Ordinal and transfer of what goes from one tp rank to another, if it goes from here."""
+        ordinal = self._ordinal.get(self._layout.ordinal(request.rank, source_rank))
+        layout = remote.hello.layout
+        destination = layout.ordinal(request.dp_rank, destination_rank)
+        process = process_of(destination, layout.devices, remote.hello.process_count)
+        transfer = transfers.get(process)
+        return None if ordinal is None or transfer is None else (ordinal, transfer)
 
     def _pages(
         self,
         transfer_plan: TransferPlan,
-        request: "PrefillRequest",
+        request: PlannedRequest,
         remote: RemoteCache,
+        transfers: Mapping[int, int],
         pages: range,
     ) -> list[PlanWrite]:
-        assert request.lease is not None
-        assert request.transfer is not None
-        message = request.message
         source, destination = transfer_plan.source, transfer_plan.destination
-        source_pages = request.lease.pages[pages.start : pages.stop]
-        destination_pages = message.page_ids()[pages.start : pages.stop]
-        return [
-            PlanWrite(
-                transfer=request.transfer,
-                ordinal=self._ordinal[source.ordinal(request.rank, unit.source_rank)],
+        source_pages = unpack(request.source_pages)[pages.start : pages.stop]
+        destination_pages = unpack(request.destination_pages)[pages.start : pages.stop]
+        writes = []
+        for unit in transfer_plan.units:
+            way = self._way(request, remote, transfers, unit.source_rank, unit.destination_rank)
+            if way is None:
+                continue
+            ordinal, transfer = way
+            write = PlanWrite(
+                transfer=transfer,
+                ordinal=ordinal,
                 first_layer=0,
                 layers=source.layers,
                 source_pages=source_pages,
@@ -67,32 +115,36 @@ class StepPlanner:
                     destination_offset=unit.destination_offset,
                     length=unit.length,
                 ),
-                remotes=remote.layers(message.dp_rank, unit.destination_rank),
+                remotes=remote.layers(request.dp_rank, unit.destination_rank),
             )
-            for unit in transfer_plan.units
-        ]
+            writes.append(write)
+        return writes
 
     def _contexts(
         self,
         transfer_plan: TransferPlan,
-        request: "PrefillRequest",
+        request: PlannedRequest,
         remote: RemoteCache,
+        transfers: Mapping[int, int],
         buffer: int,
     ) -> list[PlanWrite]:
         """A write of one unit to each tp rank: the hidden state of the last prefilled token.
 
         It follows the last layer. Every rank gets one, since each runs the MTP module on its own.
         """
-        assert request.transfer is not None
         writes = []
         for rank, origin in enumerate(transfer_plan.context_sources):
-            region, buffers = remote.context(request.message.dp_rank, rank)
+            way = self._way(request, remote, transfers, origin, rank)
+            if way is None:
+                continue
+            ordinal, transfer = way
+            region, buffers = remote.context(request.dp_rank, rank)
             write = PlanWrite(
-                transfer=request.transfer,
-                ordinal=self._ordinal[self._layout.ordinal(request.rank, origin)],
+                transfer=transfer,
+                ordinal=ordinal,
                 first_layer=self.layers - 1,
                 layers=1,
-                source_pages=np.array([request.context], np.uint32),
+                source_pages=np.array([request.context_row], np.uint32),
                 destination_pages=np.array([buffer], np.uint32),
                 unit=PageUnit(
                     source_page_bytes=self._cache.context_bytes,

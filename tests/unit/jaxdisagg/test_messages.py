@@ -16,6 +16,7 @@ from jaxdisagg.messages import (
     CancelAck,
     ContextBuffers,
     Failed,
+    MemberHello,
     MessageError,
     NodeHello,
     Prefill,
@@ -23,6 +24,7 @@ from jaxdisagg.messages import (
     Telemetry,
     compatibility,
     decode,
+    decode_greeting,
     decode_hello,
     encode,
     pack,
@@ -67,7 +69,8 @@ def prefill(length=33, **changes) -> Prefill:
 
 
 SAMPLES = [
-    hello(),
+    hello(processes=("10.0.0.1:5", "10.0.0.2:5")),
+    MemberHello("decode-0", 2**64 - 1, 1),
     prefill(),
     Busy("r/1", "32 requests wait"),
     Failed("r/1", "deadline", "12.0 s passed"),
@@ -98,6 +101,7 @@ messages = st.one_of(
     st.builds(Cancel, ids),
     st.builds(CancelAck, ids),
     st.builds(Telemetry, ids, seconds, seconds, counts),
+    st.builds(MemberHello, ids, st.integers(0, 2**64 - 1), st.integers(1, 4095)),
     st.builds(hello, epoch=st.integers(0, 2**64 - 1), node=ids, model=st.text()),
 )
 
@@ -261,6 +265,8 @@ def test_a_context_nobody_announced_is_a_problem():
         ({"regions": ((Region(b"", 1),) * 3,)}, "regions: 1 devices, the layout has 4"),
         ({"regions": ((Region(b"", 1),) * 2,) * 4}, "2 layers of device 0"),
         ({"regions": ((Region(b"", 1),) * 3,) * 4}, "layer 0 has 1 bytes"),
+        ({"processes": ("a:1", "b:1", "c:1")}, "processes: 3, must share the layout's 4 devices"),
+        ({"processes": ("a:1", "a:1")}, "processes: an address is listed twice"),
         ({"contexts": (ContextBuffers(Region(b"", 10), 11, 1),) * 4}, "cannot hold"),
         (
             {"contexts": (ContextBuffers(Region(b"", 11), 11, 1),) * 2},
@@ -287,6 +293,25 @@ def with_mtp(layout: CacheLayout) -> NodeHello:
     return hello("prefill", more, mtp=True)
 
 
+def test_a_members_hello_is_no_nodes():
+    member = MemberHello("decode-0", 7, 1)
+    assert decode_greeting(encode(member)) == member
+    assert decode_greeting(encode(hello())) == hello()
+    with pytest.raises(MessageError, match="process 1 of decode-0 answers here"):
+        decode_hello(encode(member))
+    with pytest.raises(MessageError, match="Cancel where a HELLO was expected"):
+        decode_greeting(encode(Cancel("r")))
+
+
+@pytest.mark.parametrize("process", [0, -1, 4096])
+def test_a_member_is_no_leader_and_one_of_the_devices_at_most(process):
+    raw = bytes([PROTOCOL_VERSION]) + msgspec.msgpack.encode(
+        {"type": "member", "node": "n", "epoch": 1, "process": process}
+    )
+    with pytest.raises(MessageError, match="process"):
+        decode(raw)
+
+
 def test_equal_nodes_are_compatible_and_dp_is_free():
     assert compatibility(hello(), hello("prefill")) == []
     assert compatibility(hello(), replace(dp=1)) == []
@@ -296,7 +321,7 @@ def test_equal_nodes_are_compatible_and_dp_is_free():
 @pytest.mark.parametrize(
     ("theirs", "begins", "values"),
     [
-        (hello("prefill", protocol=1), "protocol version:", ("2", "1")),
+        (hello("prefill", protocol=1), "protocol version:", ("3", "1")),
         (hello("prefill", model="other"), "model:", ("qwen3:1234", "other")),
         (hello("prefill", dtype="bfloat16"), "dtype:", ("float32", "bfloat16")),
         (replace(page_size=32), "page size:", ("16", "32")),
