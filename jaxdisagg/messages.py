@@ -13,11 +13,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from jaxdisagg.transfer_plan import MAX_DEVICES, CacheLayout, pages_for, plan
+from jaxdisagg.transfer_plan import CacheLayout, pages_for, plan
 
 PROTOCOL_VERSION = 3
 SLOT_LIMIT = 1 << 20
 MAX_TOKEN_ID = (1 << 31) - 1
+MAX_PROCESSES = 4096
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -122,7 +123,7 @@ class MemberHello(msgspec.Struct, frozen=True, tag="member", forbid_unknown_fiel
 
     node: NodeName
     epoch: int
-    process: Annotated[int, msgspec.Meta(ge=1, lt=MAX_DEVICES)]
+    process: Annotated[int, msgspec.Meta(ge=1, lt=MAX_PROCESSES)]
 
     def __post_init__(self) -> None:
         _check_epoch(self.epoch)
