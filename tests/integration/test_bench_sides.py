@@ -1,0 +1,42 @@
+"""The transfer benchmark's two sides run where they are told to."""
+
+import os
+
+import pytest
+
+from ffi_transport.errors import TransportError
+from jaxdisagg.bench.transfer import Bench, permutations
+from jaxdisagg.bench.transfer_side import Side, two_cores
+
+BUFFER = 1 << 20
+PAGE = 64 << 10
+
+
+def test_each_side_has_a_core_of_its_own_and_the_caller_gets_its_cores_back():
+    allowed = os.sched_getaffinity(0)
+    cores = two_cores()
+    if cores == (None, None):
+        pytest.skip("one core only")
+    sender, receiver = (Side(core=core) for core in cores)
+    with Bench(sender, receiver, BUFFER) as bench:
+        source, destination = permutations(BUFFER, PAGE, 2 * BUFFER)
+        assert bench.transfer(PAGE, source, destination) > 0
+        assert os.sched_getaffinity(0) == {cores[0]}
+        assert os.sched_getaffinity(bench.child.pid) == {cores[1]}
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_sides_meet_at_the_addresses_that_they_are_given():
+    with Bench(Side(bind="127.0.0.2"), Side(bind="127.0.0.3"), BUFFER, streams=2) as bench:
+        assert bench.engine.control_address.startswith("127.0.0.2:")
+        ends = [(s.getsockname()[0], s.getpeername()[0]) for s in bench.streams]
+        assert ends == [("127.0.0.2", "127.0.0.3")] * 2
+        source, destination = permutations(BUFFER, PAGE, BUFFER)
+        assert bench.transfer(PAGE, source, destination) > 0
+        assert bench.raw_tcp(PAGE, source, destination) > 0
+        assert bench.engine.counters()["bytes_completed"] == BUFFER
+
+
+def test_what_the_receiving_process_cannot_have_is_said():
+    with pytest.raises(TransportError, match="the receiving process: .* requested address"):
+        Bench(Side(), Side(bind="203.0.113.1"), BUFFER)
