@@ -119,6 +119,7 @@ class TransferEngine:
     def __init__(self, config: EngineConfig, hello: bytes | None = b"") -> None:
         values: dict[str, Any] = asdict(config)
         values["domains"] = list(config.domains)
+        values["domain_cpus"] = [list(cpus) for cpus in config.domain_cpus]
         values["libfabric_path"] = config.libfabric_path or os.environ.get(LIBFABRIC_VARIABLE, "")
         self.config = config
         self._native = _native.make_engine(values, hello)
@@ -145,12 +146,18 @@ class TransferEngine:
 
     # ---- memory ------------------------------------------------------------------------------
 
-    def register_memory(self, address: int, length: int) -> MemoryRegion:
+    def register_memory(
+        self, address: int, length: int, domains: Sequence[int] | None = None
+    ) -> MemoryRegion:
         """Let peers write `length` bytes at `address`, which must outlive the registration.
 
-        Raises RegistrationFailed when the provider refuses it.
+        With these of the engine's domains (indices into config.domains, in any order), or with all.
+        Peers write to the region, and it is written from, through them alone. A ValueError for an
+        index that is out of range or there twice; RegistrationFailed when the provider refuses.
         """
-        id, descriptor = self._native.register_memory(address, length)
+        id, descriptor = self._native.register_memory(
+            address, length, None if domains is None else list(domains)
+        )
         return MemoryRegion(id, address, length, descriptor)
 
     def deregister(self, region: MemoryRegion) -> None:
@@ -323,6 +330,15 @@ class TransferEngine:
     def counters(self) -> dict[str, int]:
         """Numbers since the start: see csrc/stats.h for each one's meaning."""
         return self._native.counters()
+
+    def domain_counters(self) -> list[dict[str, Any]]:
+        """For each domain its "name" (as configured, or the provider's), "cpus" and numbers.
+
+        "units_posted" and "bytes_posted" of writes that left through it, "units_completed" and
+        "bytes_completed" of those that were acknowledged, "units_counted" the weight of the
+        immediates that came in through it, on whatever slot. "cpus" is [] if not pinned.
+        """
+        return self._native.domain_counters()
 
     def trace(self) -> NDArray[Any]:
         """What was recorded with `trace=True`, in order, as an array of TRACE_DTYPE."""

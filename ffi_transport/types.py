@@ -13,7 +13,13 @@ PROVIDERS = ("auto", "efa", "verbs", "tcp", "net", "tcp;ofi_rxm", "loopback")
 MAX_UNIT_BYTES = 1 << 20
 """A unit is at most this long; a larger page is planned as several units."""
 
+MAX_DOMAINS = 64
+"""NICs of one engine."""
+
+# As csrc/region.h writes it: the length and the number of domains, then each domain's index, key
+# and base.
 _DESCRIPTOR = struct.Struct("<QI")
+_ACCESS = struct.Struct("<IQQ")
 
 PageList = NDArray[np.integer[Any]] | Sequence[int]
 
@@ -30,7 +36,10 @@ class EngineConfig:
     `provider`: "auto" takes the first that the machine offers of efa, verbs, tcp, net and
     tcp;ofi_rxm; "loopback" stays within the process. `bind` is this node's IPv4 address as peers
     reach it. `control_port` is where peers say HELLO; 0 takes a free one. `domains` names the NICs
-    to spread writes over; () is the provider's first. `spin_us` is how long a thread looks for work
+    to spread writes over, each as the provider lists it ("eth0", "mlx5_0") or, over IP, by an IPv4
+    address of this machine, through whose interface its traffic then goes; () is the provider's
+    first for `bind`. `domain_cpus` has for each of them the CPUs on which its progress thread runs;
+    an empty entry, or () for all, pins nothing. `spin_us` is how long a thread looks for work
     before it sleeps. `bytes_in_flight` and `posts_in_flight` bound the writes on their way to one
     peer; 0 bytes is what suits the provider (16 MiB, over TCP 768 KiB). `peer_timeout_ms` of
     silence is a lost peer. `slot_bits` of the 32-bit immediate number the counters.
@@ -43,6 +52,7 @@ class EngineConfig:
     bind: str = "127.0.0.1"
     control_port: int = 0
     domains: tuple[str, ...] = ()
+    domain_cpus: tuple[tuple[int, ...], ...] = ()
     spin_us: int = 50
     bytes_in_flight: int = 0
     posts_in_flight: int = 128
@@ -73,7 +83,23 @@ class EngineConfig:
                 f"peer_timeout_ms: {self.peer_timeout_ms} must exceed heartbeat_ms "
                 f"{self.heartbeat_ms}"
             )
-        _check_range("domains", len(self.domains), 0, 64)
+        self._check_domains()
+
+    def _check_domains(self) -> None:
+        _check_range("domains", len(self.domains), 0, MAX_DOMAINS)
+        for name in self.domains:
+            if not name:
+                raise ValueError(f"domains: an empty name in {self.domains}")
+            if self.domains.count(name) > 1:
+                raise ValueError(f"domains: {name!r} is there twice")
+        if self.domain_cpus and len(self.domain_cpus) != max(1, len(self.domains)):
+            raise ValueError(
+                f"domain_cpus: {len(self.domain_cpus)} entries for "
+                f"{max(1, len(self.domains))} domains"
+            )
+        for cpus in self.domain_cpus:
+            for cpu in cpus:
+                _check_range("domain_cpus", cpu, 0, 1023)
 
 
 @dataclass(frozen=True)
@@ -104,13 +130,17 @@ class RemoteRegion:
     length: int
 
     def __post_init__(self) -> None:
-        # As csrc/region.h writes it: the length, the number of domains, and 16 bytes for each.
         size = len(self.descriptor)
         if size < _DESCRIPTOR.size:
             raise ValueError(f"descriptor: {size} bytes are no region descriptor")
         length, domains = _DESCRIPTOR.unpack_from(self.descriptor)
-        if not domains or size != _DESCRIPTOR.size + 16 * domains:
+        if not 1 <= domains <= MAX_DOMAINS or size != _DESCRIPTOR.size + _ACCESS.size * domains:
             raise ValueError(f"descriptor: {size} bytes are no region descriptor")
+        indices = [access[0] for access in _ACCESS.iter_unpack(self.descriptor[_DESCRIPTOR.size :])]
+        if indices != sorted(set(indices)) or indices[-1] >= MAX_DOMAINS:
+            raise ValueError(
+                f"descriptor: domains {indices} do not ascend within 0..{MAX_DOMAINS - 1}"
+            )
         if length != self.length:
             raise ValueError(f"length: {self.length}, the descriptor says {length}")
 

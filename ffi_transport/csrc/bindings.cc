@@ -106,6 +106,7 @@ Engine* make_engine(const nb::dict& config, std::optional<nb::bytes> hello) {
   options.bind = nb::cast<std::string>(config["bind"]);
   options.control_port = nb::cast<uint16_t>(config["control_port"]);
   options.domains = nb::cast<std::vector<std::string>>(config["domains"]);
+  options.domain_cpus = nb::cast<std::vector<std::vector<int>>>(config["domain_cpus"]);
   options.spin_us = nb::cast<int>(config["spin_us"]);
   options.bytes_in_flight = nb::cast<uint64_t>(config["bytes_in_flight"]);
   options.posts_in_flight = nb::cast<uint32_t>(config["posts_in_flight"]);
@@ -154,12 +155,15 @@ void bind_engine(nb::module_& module) {
       .def_prop_ro("index", &Engine::index)
       .def_prop_ro("event_fd", &Engine::event_fd)
       .def("close", [](Engine& self) { unlocked([&] { self.close(); }); })
-      .def("register_memory",
-           [](Engine& self, uint64_t address, uint64_t length) {
-             const auto region =
-                 check(unlocked([&] { return self.register_memory(address, length); }));
-             return nb::make_tuple(region->id, to_bytes(check(self.descriptor(region->id))));
-           })
+      .def(
+          "register_memory",
+          [](Engine& self, uint64_t address, uint64_t length,
+             std::optional<std::vector<int64_t>> domains) {
+            const auto region = check(unlocked(
+                [&] { return self.register_memory(address, length, std::move(domains)); }));
+            return nb::make_tuple(region->id, to_bytes(check(self.descriptor(region->id))));
+          },
+          nb::arg("address"), nb::arg("length"), nb::arg("domains").none())
       .def("deregister",
            [](Engine& self, int64_t region) {
              check(unlocked([&] { return self.deregister(region); }));
@@ -234,6 +238,22 @@ void bind_engine(nb::module_& module) {
            [](Engine& self) {
              nb::dict out;
              for (const auto& [name, value] : self.stats()) out[name.c_str()] = value;
+             return out;
+           })
+      .def("domain_counters",
+           [](Engine& self) {
+             nb::list out;
+             for (const Engine::DomainCounters& domain : self.domain_counters()) {
+               nb::dict one;
+               one["name"] = to_text(domain.name);
+               one["cpus"] = domain.cpus;
+               one["units_posted"] = domain.units_posted;
+               one["bytes_posted"] = domain.bytes_posted;
+               one["units_completed"] = domain.units_completed;
+               one["bytes_completed"] = domain.bytes_completed;
+               one["units_counted"] = domain.units_counted;
+               out.append(one);
+             }
              return out;
            })
       .def("trace", [](Engine& self) {

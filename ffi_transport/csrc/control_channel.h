@@ -37,7 +37,6 @@ class DataPlane {
 struct ControlOptions {
   std::string data_provider;  // must be the same on both sides
   uint32_t slot_bits = 20;
-  size_t domains = 1;
   int spin_us = 50;
   int heartbeat_ms = 250;
   int peer_timeout_ms = 5000;

@@ -212,9 +212,8 @@ void ControlChannel::accept(Session& session) {
   } else if (hello.slot_bits != options_.slot_bits) {
     refuse(session, "slot_bits: this node uses " + std::to_string(options_.slot_bits) +
                         ", the peer " + std::to_string(hello.slot_bits));
-  } else if (hello.data_names.size() != options_.domains) {
-    refuse(session, "domains: this node has " + std::to_string(options_.domains) + ", the peer " +
-                        std::to_string(hello.data_names.size()));
+  } else if (hello.data_names.empty()) {
+    refuse(session, "domains: the peer has none");
   } else {
     auto names = data_->open_data(session.peer);
     Status status = names.status();
@@ -239,9 +238,8 @@ void ControlChannel::accept(Session& session) {
 void ControlChannel::on_hello_ack(Session& session, const Message& message) {
   auto hello = decode_hello(message.payload);
   Status status = hello.status();
-  if (status.ok() && hello->data_names.size() != options_.domains) {
-    status = Status(Code::kProtocol,
-                    "HELLO_ACK names " + std::to_string(hello->data_names.size()) + " domains");
+  if (status.ok() && hello->data_names.empty()) {
+    status = Status(Code::kProtocol, "domains: the peer has none");
   }
   if (status.ok()) status = data_->connect_data(session.peer, hello->data_names);
   if (!status.ok()) {

@@ -13,7 +13,7 @@
 
 namespace ffi_transport {
 
-constexpr uint16_t kProtocolVersion = 1;
+constexpr uint16_t kProtocolVersion = 2;
 constexpr uint32_t kPacketMagic = 0x4744584a;  // "JXDG"
 constexpr size_t kPacketBytes = 4096;
 constexpr size_t kHeaderBytes = 64;

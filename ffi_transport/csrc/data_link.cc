@@ -5,15 +5,15 @@
 
 namespace ffi_transport {
 
-DataWorker::Link::Link(int64_t peer, size_t domain_index, std::unique_ptr<Endpoint> endpoint,
-                       const DomainLimits* limits, const WorkerOptions& options,
-                       ImmCounters* counters, Stats* stats, TraceLog* trace)
+DataWorker::Link::Link(int64_t peer, std::unique_ptr<Endpoint> endpoint, const DomainLimits* limits,
+                       const WorkerOptions& options, ImmCounters* counters, Stats* stats,
+                       DomainStats* domain_stats, TraceLog* trace)
     : peer(peer),
-      domain_index(domain_index),
       endpoint(std::move(endpoint)),
       limits(limits),
       counters(counters),
       stats(stats),
+      domain_stats(domain_stats),
       trace(trace),
       window_(options.bytes_in_flight, options.posts_in_flight),
       ops_(options.posts_in_flight) {
@@ -28,7 +28,7 @@ void DataWorker::Link::drop_front(bool skipped) {
 }
 
 uint64_t DataWorker::Link::next_bytes() {
-  if (!connected) return 0;
+  if (addresses.empty()) return 0;
   while (!jobs.empty()) {
     Job& job = jobs.front();
     if (!has_head_) {
@@ -49,7 +49,10 @@ uint64_t DataWorker::Link::next_bytes() {
       }
       has_head_ = true;
     }
-    return window_.admits(head_.bytes) ? head_.bytes : 0;
+    // The window is one peer's. A device group shares it out among its own domains alone: those of
+    // other groups carry nothing of this job, and a share of theirs would leave it starving.
+    const auto lanes = static_cast<uint32_t>(job.source->domains.size());
+    return window_.admits(head_.bytes, lanes) ? head_.bytes : 0;
   }
   return 0;
 }
@@ -68,8 +71,8 @@ bool DataWorker::Link::post_next() {
   }
   std::array<LocalPiece, kMaxPieces> local;
   std::array<RemotePiece, kMaxPieces> remote;
-  const Registration& registration = *job.source->domains[domain_index];
-  const RemoteRegion::Access& access = job.remote->domains[domain_index];
+  const Registration& registration = *job.source->domains[job.source_place].registration;
+  const RemoteRegion::Access& access = job.remote->domains[job.remote_place];
   for (size_t i = 0; i < head_.piece_count; ++i) {
     const PackedWrite::Piece& piece = head_.pieces[i];
     local[i] = {reinterpret_cast<const void*>(job.source->address + piece.source), piece.length,
@@ -86,7 +89,7 @@ bool DataWorker::Link::post_next() {
   op.ordinal = job.ordinal;
   op.busy = true;
   const Status status =
-      endpoint->write(address, std::span(local.data(), head_.piece_count),
+      endpoint->write(addresses[access.domain], std::span(local.data(), head_.piece_count),
                       std::span(remote.data(), head_.piece_count),
                       counters->codec().encode(job.transfer->slot(), head_.weight), &op.context);
   if (!status.ok()) {
@@ -111,6 +114,8 @@ bool DataWorker::Link::post_next() {
   bump(stats->writes_posted);
   bump(stats->units_posted, op.units);
   bump(stats->bytes_posted, op.bytes);
+  bump_own(domain_stats->units_posted, op.units);
+  bump_own(domain_stats->bytes_posted, op.bytes);
   trace_write(TraceKind::kPost, op);
   return true;
 }
@@ -128,6 +133,11 @@ bool DataWorker::Link::poll() {
 
 void DataWorker::Link::finish(const Completion& completion) {
   if (completion.kind == Completion::Kind::kImmediate && completion.error == 0) {
+    uint32_t slot, weight;
+    // Before the count that it may complete, so that who sees that sees this.
+    if (counters->codec().decode(completion.immediate, &slot, &weight)) {
+      bump_own(domain_stats->units_counted, weight);
+    }
     counters->add(completion.immediate);
     return;
   }
@@ -151,6 +161,8 @@ void DataWorker::Link::finish(const Completion& completion) {
   bump(stats->writes_completed);
   bump(stats->units_completed, units);
   bump(stats->bytes_completed, bytes);
+  bump_own(domain_stats->units_completed, units);
+  bump_own(domain_stats->bytes_completed, bytes);
   trace_write(TraceKind::kCompletion, op);
   // The region is let go first: once its transfer has ended, the owner may deregister it.
   retire(op);

@@ -1,4 +1,5 @@
-// One peer's data endpoint on one domain: its queue of jobs, its window, its writes in flight.
+// One peer's data endpoint on one domain, which writes to any of the peer's: its queue of jobs, its
+// window, its writes in flight.
 // Belongs to the domain's thread.
 #pragma once
 
@@ -25,9 +26,9 @@ struct DataWorker::WriteOp {
 };
 
 struct DataWorker::Link {
-  Link(int64_t peer, size_t domain_index, std::unique_ptr<Endpoint> endpoint,
-       const DomainLimits* limits, const WorkerOptions& options, ImmCounters* counters,
-       Stats* stats, TraceLog* trace);
+  Link(int64_t peer, std::unique_ptr<Endpoint> endpoint, const DomainLimits* limits,
+       const WorkerOptions& options, ImmCounters* counters, Stats* stats, DomainStats* domain_stats,
+       TraceLog* trace);
 
   // For ByteTurns.
   uint64_t next_bytes();
@@ -40,15 +41,15 @@ struct DataWorker::Link {
   void close(const std::string& reason);
 
   const int64_t peer;
-  const size_t domain_index;
   std::unique_ptr<Endpoint> endpoint;
   const DomainLimits* const limits;
   ImmCounters* const counters;
   Stats* const stats;
+  DomainStats* const domain_stats;
   TraceLog* const trace;
 
-  PeerAddress address = 0;
-  bool connected = false;
+  std::vector<PeerAddress>
+      addresses;         // of the peer's data endpoints, by its domain; empty: not yet
   bool refused = false;  // the provider said: again
   std::string broken;
   std::deque<Job> jobs;

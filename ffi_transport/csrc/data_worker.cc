@@ -4,13 +4,14 @@
 #include <array>
 
 #include "data_link.h"
+#include "threads.h"
 
 namespace ffi_transport {
-DataWorker::DataWorker(size_t index, std::unique_ptr<Domain> domain, const WorkerOptions& options,
+
+DataWorker::DataWorker(std::unique_ptr<Domain> domain, const WorkerOptions& options,
                        ImmCounters* counters, Stats* stats, std::atomic<uint64_t>* trace_order,
                        LinkBroken link_broken)
-    : index_(index),
-      options_(options),
+    : options_(options),
       counters_(counters),
       stats_(stats),
       link_broken_(std::move(link_broken)),
@@ -20,10 +21,13 @@ DataWorker::DataWorker(size_t index, std::unique_ptr<Domain> domain, const Worke
 
 DataWorker::~DataWorker() { stop(); }
 
-void DataWorker::start(std::function<bool()> extra, std::function<bool()> extra_idle) {
+Status DataWorker::start(const std::string& name, const std::vector<int>& cpus,
+                         std::function<bool()> extra, std::function<bool()> extra_idle) {
   extra_ = std::move(extra);
   extra_idle_ = std::move(extra_idle);
   thread_ = std::thread([this] { loop(); });
+  name_thread(thread_, name);
+  return pin_thread(thread_, cpus);
 }
 
 void DataWorker::stop() {
@@ -43,24 +47,26 @@ Result<std::string> DataWorker::open_link(int64_t peer) {
       return;
     }
     result = (*endpoint)->name();
-    links_.push_back(std::make_unique<Link>(peer, index_, endpoint.take(), &domain_->limits(),
-                                            options_, counters_, stats_, &trace_));
+    links_.push_back(std::make_unique<Link>(peer, endpoint.take(), &domain_->limits(), options_,
+                                            counters_, stats_, &domain_stats_, &trace_));
     waiter_.watch(links_.back()->endpoint->wait_fd());
   });
   return result;
 }
 
-Status DataWorker::connect_link(int64_t peer, const std::string& remote_name) {
+Status DataWorker::connect_link(int64_t peer, const std::vector<std::string>& remote_names) {
   Status status(Code::kClosed, "the engine is closed");
   inbox_.call([&] {
     for (auto& link : links_) {
       if (link->peer != peer) continue;
-      auto address = link->endpoint->insert(remote_name);
-      status = address.status();
-      if (address.ok()) {
-        link->address = *address;
-        link->connected = true;
+      std::vector<PeerAddress> addresses;
+      for (const std::string& name : remote_names) {
+        auto address = link->endpoint->insert(name);
+        status = address.status();
+        if (!status.ok()) return;
+        addresses.push_back(*address);
       }
+      link->addresses = std::move(addresses);
       return;
     }
     status = Status(Code::kPeerLost, "peer " + std::to_string(peer) + " has no data endpoint");

@@ -23,11 +23,15 @@
 
 namespace ffi_transport {
 
-// Writes to post, in order: units [cursor, end) of a list, from one region into one of a peer's.
+// Writes to post, in order: units [cursor, end) of a list, from one region into one of a peer's, by
+// one lane: from the source_place-th of the source region's domains to the remote_place-th of the
+// remote one's.
 struct Job {
   TransferPtr transfer;
   RegionPtr source;
   RemoteRegionPtr remote;
+  size_t source_place = 0;
+  size_t remote_place = 0;
   UnitList units;
   size_t cursor = 0;
   size_t end = 0;
@@ -38,8 +42,8 @@ struct Job {
 
 struct WorkerOptions {
   int spin_us = 50;
-  uint64_t bytes_in_flight = 16 << 20;  // per peer
-  uint32_t posts_in_flight = 128;       // per peer
+  uint64_t bytes_in_flight = 16 << 20;  // per peer, from one device group
+  uint32_t posts_in_flight = 128;       // the same
   bool trace = false;
 };
 
@@ -48,24 +52,27 @@ class DataWorker {
   // Called by the worker when a data endpoint broke, after it was closed.
   using LinkBroken = std::function<void(int64_t peer, const std::string& reason)>;
 
-  DataWorker(size_t index, std::unique_ptr<Domain> domain, const WorkerOptions& options,
-             ImmCounters* counters, Stats* stats, std::atomic<uint64_t>* trace_order,
-             LinkBroken link_broken);
+  DataWorker(std::unique_ptr<Domain> domain, const WorkerOptions& options, ImmCounters* counters,
+             Stats* stats, std::atomic<uint64_t>* trace_order, LinkBroken link_broken);
   ~DataWorker();
 
   // `extra` runs in every turn of the loop and says whether it did something; `extra_idle` is
-  // looked at before sleeping. The first worker reads the triggers this way.
-  void start(std::function<bool()> extra, std::function<bool()> extra_idle);
+  // looked at before sleeping. The first worker reads the triggers this way. The thread is called
+  // `name` and runs on `cpus` alone, unless there are none: kInvalid if one is not allowed.
+  Status start(const std::string& name, const std::vector<int>& cpus, std::function<bool()> extra,
+               std::function<bool()> extra_idle);
   void stop();
 
   Domain& domain() { return *domain_; }
   Waiter* waiter() { return &waiter_; }
   TraceLog* trace() { return &trace_; }
+  const DomainStats& domain_stats() const { return domain_stats_; }
 
-  // A peer's data endpoint: opened, told where the peer's is, closed. close_link is the hard
-  // fence: when it returns nothing of the peer lands any more and nothing to it is in flight.
+  // A peer's data endpoint: opened, told where the peer's are (one per domain of its), closed.
+  // close_link is the hard fence: when it returns nothing of the peer lands any more and nothing to
+  // it is in flight.
   Result<std::string> open_link(int64_t peer);
-  Status connect_link(int64_t peer, const std::string& remote_name);
+  Status connect_link(int64_t peer, const std::vector<std::string>& remote_names);
   void close_link(int64_t peer);
 
   // From any thread. The transfer fails when the peer has no link (any more).
@@ -82,12 +89,12 @@ class DataWorker {
   void break_link(int64_t peer, const std::string& reason);
   bool idle() const;
 
-  const size_t index_;
   const WorkerOptions options_;
   ImmCounters* const counters_;
   Stats* const stats_;
   const LinkBroken link_broken_;
   TraceLog trace_;
+  DomainStats domain_stats_;
 
   Waiter waiter_;
   Inbox inbox_;

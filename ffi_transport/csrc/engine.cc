@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <algorithm>
+#include <functional>
 #include <random>
 
 #include "ofi_fabric.h"
@@ -60,21 +61,26 @@ Status Engine::open(std::optional<std::string> hello) {
 
   std::vector<std::string> names = options_.domains;
   if (names.empty()) names.emplace_back();
+  if (names.size() > kMaxDomains) {
+    return Status(Code::kInvalid, "domains: " + std::to_string(names.size()) + ", at most " +
+                                      std::to_string(kMaxDomains) + " are allowed");
+  }
+  if (!options_.domain_cpus.empty() && options_.domain_cpus.size() != names.size()) {
+    return Status(Code::kInvalid, "domain_cpus: " + std::to_string(options_.domain_cpus.size()) +
+                                      " sets for " + std::to_string(names.size()) + " domains");
+  }
   WorkerOptions worker;
   worker.spin_us = options_.spin_us;
-  // The window is one peer's over all domains.
-  const uint64_t window = options_.bytes_in_flight != 0
-                              ? options_.bytes_in_flight
-                              : default_bytes_in_flight(data_fabric_->provider());
-  worker.bytes_in_flight = std::max<uint64_t>(1, window / names.size());
-  worker.posts_in_flight =
-      std::max<uint32_t>(1, options_.posts_in_flight / static_cast<uint32_t>(names.size()));
+  worker.bytes_in_flight = options_.bytes_in_flight != 0
+                               ? options_.bytes_in_flight
+                               : default_bytes_in_flight(data_fabric_->provider());
+  worker.posts_in_flight = options_.posts_in_flight;
   worker.trace = options_.trace;
-  for (size_t i = 0; i < names.size(); ++i) {
-    auto domain = data_fabric_->open_domain(names[i]);
+  for (const std::string& name : names) {
+    auto domain = data_fabric_->open_domain(name);
     if (!domain.ok()) return domain.status();
     workers_.push_back(
-        std::make_unique<DataWorker>(i, domain.take(), worker, &counters_, &stats_, &trace_order_,
+        std::make_unique<DataWorker>(domain.take(), worker, &counters_, &stats_, &trace_order_,
                                      [this](int64_t peer, const std::string& reason) {
                                        control_->report_broken(peer, reason);
                                      }));
@@ -86,7 +92,6 @@ Status Engine::open(std::optional<std::string> hello) {
   ControlOptions control;
   control.data_provider = data_fabric_->provider();
   control.slot_bits = options_.slot_bits;
-  control.domains = workers_.size();
   control.spin_us = options_.spin_us;
   control.heartbeat_ms = options_.heartbeat_ms;
   control.peer_timeout_ms = options_.peer_timeout_ms;
@@ -97,15 +102,25 @@ Status Engine::open(std::optional<std::string> hello) {
 
   index_ = TriggerRegistry::add(hub_.get());
   if (index_ < 0) return Status(Code::kUnavailable, "too many engines are open in this process");
-  for (size_t i = 0; i < workers_.size(); ++i) {
-    if (i == 0) {
-      workers_[i]->start([this] { return read_triggers(); }, [this] { return hub_->empty(); });
-    } else {
-      workers_[i]->start([] { return false; }, [] { return true; });
-    }
-  }
+  if (Status status = start_workers(); !status.ok()) return status;
   control_->start();
   if (hello) control_->set_hello(std::move(*hello));
+  return {};
+}
+
+Status Engine::start_workers() {
+  for (size_t i = 0; i < workers_.size(); ++i) {
+    std::function<bool()> extra = [] { return false; }, extra_idle = [] { return true; };
+    if (i == 0) {
+      extra = [this] { return read_triggers(); };
+      extra_idle = [this] { return hub_->empty(); };
+    }
+    const std::vector<int> cpus =
+        options_.domain_cpus.empty() ? std::vector<int>() : options_.domain_cpus[i];
+    Status status = workers_[i]->start("fabric-" + std::to_string(i), cpus, std::move(extra),
+                                       std::move(extra_idle));
+    if (!status.ok()) return status;
+  }
   return {};
 }
 
@@ -132,19 +147,46 @@ Status Engine::check_open() const {
 
 // ---- memory ----------------------------------------------------------------------------------
 
-Result<RegionPtr> Engine::register_memory(uint64_t address, uint64_t length) {
+Result<std::vector<uint32_t>> Engine::choose_domains(
+    std::optional<std::vector<int64_t>> wanted) const {
+  std::vector<uint32_t> out;
+  if (!wanted) {
+    for (size_t i = 0; i < workers_.size(); ++i) out.push_back(static_cast<uint32_t>(i));
+    return out;
+  }
+  if (wanted->empty()) return Status(Code::kInvalid, "domains: a region needs at least one");
+  // Ascending, so that two regions with the same domains pair them up alike.
+  std::ranges::sort(*wanted);
+  for (const int64_t domain : *wanted) {
+    if (domain < 0 || domain >= static_cast<int64_t>(workers_.size())) {
+      return Status(Code::kInvalid, "domains: " + std::to_string(domain) + " is not in 0.." +
+                                        std::to_string(workers_.size() - 1));
+    }
+    if (!out.empty() && out.back() == domain) {
+      return Status(Code::kInvalid, "domains: " + std::to_string(domain) + " is there twice");
+    }
+    out.push_back(static_cast<uint32_t>(domain));
+  }
+  return out;
+}
+
+Result<RegionPtr> Engine::register_memory(uint64_t address, uint64_t length,
+                                          std::optional<std::vector<int64_t>> wanted) {
   if (Status status = check_open(); !status.ok()) return status;
   if (address == 0 || length == 0) {
     return Status(Code::kInvalid, "a region needs an address and a length, not " +
                                       std::to_string(address) + " and " + std::to_string(length));
   }
+  auto domains = choose_domains(std::move(wanted));
+  if (!domains.ok()) return domains.status();
   auto region = std::make_shared<Region>();
   region->address = address;
   region->length = length;
-  for (auto& worker : workers_) {
-    auto registration = worker->domain().register_memory(reinterpret_cast<void*>(address), length);
+  for (const uint32_t domain : *domains) {
+    auto registration =
+        workers_[domain]->domain().register_memory(reinterpret_cast<void*>(address), length);
     if (!registration.ok()) return registration.status();
-    region->domains.push_back(registration.take());
+    region->domains.push_back({domain, registration.take()});
   }
   std::lock_guard lock(regions_mutex_);
   region->id = next_region_++;
@@ -186,8 +228,8 @@ Result<std::string> Engine::descriptor(int64_t id) const {
   if (!region.ok()) return region.status();
   RemoteRegion remote;
   remote.length = (*region)->length;
-  for (const auto& registration : (*region)->domains) {
-    remote.domains.push_back({registration->key(), registration->base()});
+  for (const auto& [domain, registration] : (*region)->domains) {
+    remote.domains.push_back({domain, registration->key(), registration->base()});
   }
   return remote.encode();
 }
@@ -210,9 +252,11 @@ Result<std::vector<std::string>> Engine::open_data(int64_t peer) {
 }
 
 Status Engine::connect_data(int64_t peer, const std::vector<std::string>& names) {
-  for (size_t i = 0; i < workers_.size(); ++i) {
-    if (Status status = workers_[i]->connect_link(peer, names[i]); !status.ok()) return status;
+  for (auto& worker : workers_) {
+    if (Status status = worker->connect_link(peer, names); !status.ok()) return status;
   }
+  std::lock_guard lock(peers_mutex_);
+  peers_[peer] = std::make_shared<PeerLanes>(names.size(), static_cast<uint64_t>(peer));
   return {};
 }
 
@@ -221,168 +265,8 @@ void Engine::close_data(int64_t peer, const std::string& reason) {
   // end when the endpoints are closed, all before this returns.
   transfers_.fail_peer(peer, reason);
   for (auto& worker : workers_) worker->close_link(peer);
-}
-
-// ---- transfers -------------------------------------------------------------------------------
-
-Result<int64_t> Engine::open_transfer(int64_t peer, int64_t slot) {
-  if (Status status = check_open(); !status.ok()) return status;
-  if (Status status = control_->check_peer(peer); !status.ok()) return status;
-  const uint32_t slots = counters_.codec().slot_count();
-  if (slot < 0 || slot >= static_cast<int64_t>(slots)) {
-    return Status(Code::kInvalid,
-                  "slot " + std::to_string(slot) + " is not in 0.." + std::to_string(slots - 1));
-  }
-  const TransferPtr transfer = transfers_.open(peer, static_cast<uint32_t>(slot));
-  // Looked at again: a peer lost in between has failed its transfers without this one.
-  if (Status status = control_->check_peer(peer); !status.ok()) transfer->fail(status.text());
-  return transfer->id();
-}
-
-Status Engine::check_remote(const RemoteRegion& remote) const {
-  if (remote.domains.size() == workers_.size()) return {};
-  return Status(Code::kInvalid, "a remote region of " + std::to_string(remote.domains.size()) +
-                                    " domains; this engine has " + std::to_string(workers_.size()));
-}
-
-Status Engine::write(int64_t transfer, int64_t region, uint64_t offset, const RemoteRegion& remote,
-                     uint64_t remote_offset, uint64_t length, uint64_t units) {
-  auto source = find_region(region);
-  if (!source.ok()) return source.status();
-  auto list =
-      UnitList::range(offset, remote_offset, length, units, (*source)->length, remote.length);
-  if (!list.ok()) return list.status();
-  return enqueue(transfer, source.take(), std::make_shared<RemoteRegion>(remote), list.take());
-}
-
-Status Engine::write_paged(int64_t transfer, int64_t region, const RemoteRegion& remote,
-                           PageLists pages, const PageUnit& unit) {
-  auto source = find_region(region);
-  if (!source.ok()) return source.status();
-  auto list = UnitList::pages(std::make_shared<const PageLists>(std::move(pages)), unit,
-                              (*source)->length, remote.length);
-  if (!list.ok()) return list.status();
-  return enqueue(transfer, source.take(), std::make_shared<RemoteRegion>(remote), list.take());
-}
-
-Status Engine::enqueue(int64_t id, RegionPtr source, RemoteRegionPtr remote, UnitList units) {
-  if (Status status = check_open(); !status.ok()) return status;
-  if (Status status = check_remote(*remote); !status.ok()) return status;
-  auto transfer = transfers_.find(id);
-  if (!transfer.ok()) return transfer.status();
-  const auto outcome = *transfer ? (*transfer)->plan(units.weight()) : Transfer::Plan::kEnded;
-  if (outcome == Transfer::Plan::kEnded) {
-    // Ended by a lost peer or a cancel that the caller has not read about yet: its event says so.
-    bump(stats_.plan_writes_skipped);
-    return {};
-  }
-  if (outcome == Transfer::Plan::kSealed) {
-    return Status(Code::kInvalid, "transfer " + std::to_string(id) + " is sealed");
-  }
-  Job job;
-  job.transfer = transfer.take();
-  job.source = std::move(source);
-  job.remote = std::move(remote);
-  job.end = units.size();
-  job.units = std::move(units);
-  distribute(std::move(job), false);
-  return {};
-}
-
-// Whole units, in one run per domain: how many NICs there are changes no count (R1).
-void Engine::distribute(Job job, bool on_first_worker) {
-  const size_t count = workers_.size(), total = job.end;
-  for (size_t i = 0; i < count; ++i) {
-    Job part = i + 1 == count ? std::move(job) : job;
-    part.cursor = total * i / count;
-    part.end = total * (i + 1) / count;
-    if (part.cursor == part.end) continue;
-    if (i == 0 && on_first_worker) {
-      workers_[0]->submit_here(std::move(part));
-    } else {
-      workers_[i]->submit(std::move(part));
-    }
-  }
-}
-
-Status Engine::seal(int64_t id) {
-  auto transfer = transfers_.find(id);
-  if (transfer.ok() && *transfer) (*transfer)->seal();
-  return transfer.status();
-}
-
-Status Engine::cancel(int64_t id) {
-  auto transfer = transfers_.find(id);
-  if (transfer.ok() && *transfer) (*transfer)->cancel();
-  return transfer.status();
-}
-
-// ---- step plans ------------------------------------------------------------------------------
-
-Status Engine::set_source_region(int ordinal, int layer, int64_t id) {
-  if (ordinal < 0 || ordinal >= TriggerHub::kOrdinals || layer < 0 ||
-      layer >= TriggerHub::kLayers) {
-    return Status(Code::kInvalid, "ordinal " + std::to_string(ordinal) + ", layer " +
-                                      std::to_string(layer) + ": at most " +
-                                      std::to_string(TriggerHub::kOrdinals) + " ordinals and " +
-                                      std::to_string(TriggerHub::kLayers) + " layers");
-  }
-  auto region = find_region(id);
-  if (!region.ok()) return region.status();
-  hub_->set_address(ordinal, layer, (*region)->address);
-  plans_.set_source(ordinal, layer, region.take());
-  return {};
-}
-
-Status Engine::add_plan(int64_t step, std::vector<int> ordinals, int layers,
-                        std::vector<PlanRequest> requests, double timeout_s) {
-  if (Status status = check_open(); !status.ok()) return status;
-  std::vector<PlannedWrite> writes;
-  writes.reserve(requests.size());
-  for (PlanRequest& request : requests) {
-    auto transfer = transfers_.find(request.transfer);
-    if (!transfer.ok()) return transfer.status();
-    PlannedWrite write;
-    write.transfer = transfer.take();
-    write.ordinal = request.ordinal;
-    write.first_layer = request.first_layer;
-    write.pages = std::make_shared<const PageLists>(std::move(request.pages));
-    write.unit = request.unit;
-    for (RemoteRegion& remote : request.remotes) {
-      if (Status status = check_remote(remote); !status.ok()) return status;
-      write.remotes.push_back(std::make_shared<const RemoteRegion>(std::move(remote)));
-    }
-    writes.push_back(std::move(write));
-  }
-  return plans_.add(step, std::move(ordinals), layers, std::move(writes), timeout_s);
-}
-
-Status Engine::drop_plan(int64_t step) {
-  plans_.drop(step);
-  return {};
-}
-
-bool Engine::read_triggers() {
-  constexpr int kAtOnce = 64;  // then the worker looks at its endpoints again
-  TriggerRecord record;
-  std::vector<Job> jobs;
-  int count = 0;
-  for (; count < kAtOnce && hub_->pop(&record); ++count) {
-    const int64_t step = plans_.fire(record, &jobs);
-    if (!trigger_trace_->on()) continue;
-    TraceRecord trace;
-    trace.order = record.order;
-    trace.t_ns = record.t_ns;
-    trace.kind = static_cast<int32_t>(TraceKind::kTrigger);
-    trace.step = step;
-    trace.layer = record.layer;
-    trace.ordinal = record.ordinal;
-    trigger_trace_->add(trace);
-  }
-  for (Job& job : jobs) distribute(std::move(job), true);
-  const bool overflowed = hub_->take_overflow();
-  if (overflowed) plans_.report_overflow();
-  return count > 0 || overflowed;
+  std::lock_guard lock(peers_mutex_);
+  peers_.erase(peer);
 }
 
 // ---- what happened ---------------------------------------------------------------------------
@@ -394,6 +278,21 @@ std::vector<std::pair<std::string, uint64_t>> Engine::stats() const {
   FFI_TRANSPORT_STATS(FFI_TRANSPORT_READ)
 #undef FFI_TRANSPORT_READ
   out.emplace_back("steps_live", plans_.live());
+  return out;
+}
+
+std::vector<Engine::DomainCounters> Engine::domain_counters() const {
+  std::vector<DomainCounters> out;
+  for (size_t i = 0; i < workers_.size(); ++i) {
+    const auto read = [](const std::atomic<uint64_t>& value) {
+      return value.load(std::memory_order_relaxed);
+    };
+    const DomainStats& stats = workers_[i]->domain_stats();
+    out.push_back({workers_[i]->domain().name(),
+                   options_.domain_cpus.empty() ? std::vector<int>() : options_.domain_cpus[i],
+                   read(stats.units_posted), read(stats.bytes_posted), read(stats.units_completed),
+                   read(stats.bytes_completed), read(stats.units_counted)});
+  }
   return out;
 }
 

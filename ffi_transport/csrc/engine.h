@@ -15,6 +15,7 @@
 #include "event_queue.h"
 #include "fabric.h"
 #include "imm_counters.h"
+#include "lanes.h"
 #include "loopback.h"
 #include "plan_table.h"
 #include "region.h"
@@ -30,6 +31,9 @@ struct EngineOptions {
   std::string bind = "127.0.0.1";
   uint16_t control_port = 0;
   std::vector<std::string> domains;  // empty: one, the provider's first
+  // The CPUs of each domain's thread: none at all, or one set per domain; an empty one pins
+  // nothing.
+  std::vector<std::vector<int>> domain_cpus;
   int spin_us = 50;
   uint64_t bytes_in_flight = 0;  // 0: what suits the provider
   uint32_t posts_in_flight = 128;
@@ -55,7 +59,10 @@ class Engine : private DataPlane {
   int index() const { return index_; }
   int event_fd() const { return events_.fd(); }
 
-  Result<RegionPtr> register_memory(uint64_t address, uint64_t length);
+  // With these of the engine's domains, or with all. Peers write to it, and it is written from,
+  // through them alone.
+  Result<RegionPtr> register_memory(uint64_t address, uint64_t length,
+                                    std::optional<std::vector<int64_t>> domains = std::nullopt);
   Status deregister(int64_t region);
   Result<std::string> descriptor(int64_t region) const;
 
@@ -88,13 +95,21 @@ class Engine : private DataPlane {
 
   std::vector<Event> poll(double timeout_s) { return events_.poll(timeout_s); }
   std::vector<std::pair<std::string, uint64_t>> stats() const;
+  struct DomainCounters {
+    std::string name;
+    std::vector<int> cpus;  // none: not pinned
+    uint64_t units_posted, bytes_posted, units_completed, bytes_completed, units_counted;
+  };
+  std::vector<DomainCounters> domain_counters() const;
   std::vector<TraceRecord> trace() const;
 
  private:
   explicit Engine(const EngineOptions& options);
   Status open(std::optional<std::string> hello);
   Result<RegionPtr> find_region(int64_t id) const;
-  Status check_remote(const RemoteRegion& remote) const;
+  Result<std::vector<uint32_t>> choose_domains(std::optional<std::vector<int64_t>> wanted) const;
+  Status start_workers();
+  static Status check_remote(const TransferPtr& transfer, const RemoteRegion& remote);
   Status enqueue(int64_t transfer, RegionPtr source, RemoteRegionPtr remote, UnitList units);
   void distribute(Job job, bool on_first_worker);
   bool read_triggers();
@@ -118,7 +133,7 @@ class Engine : private DataPlane {
   PlanTable plans_;
 
   std::unique_ptr<Fabric> data_fabric_, control_fabric_;
-  std::vector<std::unique_ptr<DataWorker>> workers_;
+  std::vector<std::unique_ptr<DataWorker>> workers_;  // one per domain
   std::unique_ptr<TriggerHub> hub_;
   std::unique_ptr<TraceLog> trigger_trace_;
   std::unique_ptr<ControlChannel> control_;
@@ -126,6 +141,9 @@ class Engine : private DataPlane {
   mutable std::mutex regions_mutex_;
   int64_t next_region_ = 1;
   std::unordered_map<int64_t, RegionPtr> regions_;
+
+  mutable std::mutex peers_mutex_;
+  std::unordered_map<int64_t, std::shared_ptr<PeerLanes>> peers_;  // those with data endpoints
 };
 
 }  // namespace ffi_transport

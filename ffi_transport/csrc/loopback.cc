@@ -330,13 +330,14 @@ class LoopbackEndpoint : public Endpoint {
 
 class LoopbackDomain : public Domain {
  public:
-  explicit LoopbackDomain(const LoopbackOptions& options)
-      : options_(options), memory_(std::make_shared<MemoryTable>()) {
+  LoopbackDomain(std::string name, const LoopbackOptions& options)
+      : name_(std::move(name)), options_(options), memory_(std::make_shared<MemoryTable>()) {
     limits_.pieces = options.pieces;
     limits_.max_write = options.max_write;
     limits_.send_depth = options.send_depth;
   }
 
+  const std::string& name() const override { return name_; }
   const DomainLimits& limits() const override { return limits_; }
 
   Result<std::unique_ptr<Endpoint>> open_endpoint(uint16_t port) override {
@@ -358,6 +359,7 @@ class LoopbackDomain : public Domain {
   }
 
  private:
+  const std::string name_;
   const LoopbackOptions options_;
   DomainLimits limits_;
   std::shared_ptr<MemoryTable> memory_;
@@ -367,8 +369,9 @@ class LoopbackFabric : public Fabric {
  public:
   explicit LoopbackFabric(const LoopbackOptions& options) : options_(options) {}
   const std::string& provider() const override { return name_; }
-  Result<std::unique_ptr<Domain>> open_domain(const std::string&) override {
-    return std::unique_ptr<Domain>(std::make_unique<LoopbackDomain>(options_));
+  Result<std::unique_ptr<Domain>> open_domain(const std::string& name) override {
+    return std::unique_ptr<Domain>(
+        std::make_unique<LoopbackDomain>(name.empty() ? name_ : name, options_));
   }
   Result<std::string> parse_address(const std::string& text) const override {
     const size_t colon = text.rfind(':');

@@ -2,6 +2,8 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
@@ -45,15 +47,16 @@ InfoPtr make_hints(const OfiApi* api, const Candidate& candidate, bool delivery_
   return hints;
 }
 
-// All domains that the provider offers for the bind address; empty when it does not serve.
-InfoPtr probe(const OfiApi* api, const Candidate& candidate, const std::string& bind,
+// All domains that the provider offers, with IP addresses those of the bind address (null: of any);
+// empty when it does not serve.
+InfoPtr probe(const OfiApi* api, const Candidate& candidate, const char* bind,
               bool* delivery_complete) {
   for (const bool wish : {true, false}) {
     const InfoPtr hints = make_hints(api, candidate, wish);
     fi_info* found = nullptr;
     const int status =
-        candidate.ip
-            ? api->getinfo(kApiVersion, bind.c_str(), nullptr, FI_SOURCE, hints.get(), &found)
+        candidate.ip && bind != nullptr
+            ? api->getinfo(kApiVersion, bind, nullptr, FI_SOURCE, hints.get(), &found)
             : api->getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &found);
     InfoPtr list(found, InfoFreer{api});
     if (status != 0) continue;
@@ -68,9 +71,23 @@ InfoPtr probe(const OfiApi* api, const Candidate& candidate, const std::string& 
   return InfoPtr(nullptr, InfoFreer{api});
 }
 
+// Whether an endpoint could have this address.
+bool is_own(const in_addr& address) {
+  sockaddr_in name{};
+  name.sin_family = AF_INET;
+  name.sin_addr = address;
+  const int probe = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (probe < 0) return false;
+  const int status = bind(probe, reinterpret_cast<const sockaddr*>(&name), sizeof name);
+  close(probe);
+  return status == 0 && address.s_addr != htonl(INADDR_ANY);
+}
+
 class OfiDomain : public Domain {
  public:
-  explicit OfiDomain(std::shared_ptr<OfiDomainState> state) : state_(std::move(state)) {}
+  OfiDomain(std::string name, std::shared_ptr<OfiDomainState> state)
+      : name_(std::move(name)), state_(std::move(state)) {}
+  const std::string& name() const override { return name_; }
   const DomainLimits& limits() const override { return state_->limits; }
   Result<std::unique_ptr<Endpoint>> open_endpoint(uint16_t port) override {
     return open_ofi_endpoint(state_, port);
@@ -80,6 +97,7 @@ class OfiDomain : public Domain {
   }
 
  private:
+  const std::string name_;
   std::shared_ptr<OfiDomainState> state_;
 };
 
@@ -89,21 +107,31 @@ class OfiFabric : public Fabric {
       : api_(api),
         name_(candidate.name),
         provider_(candidate.provider),
+        candidate_(candidate),
         infos_(std::move(infos)),
         delivery_complete_(delivery_complete) {}
 
   const std::string& provider() const override { return name_; }
 
   Result<std::unique_ptr<Domain>> open_domain(const std::string& name) override {
-    std::set<std::string> offered;
-    for (fi_info* info = infos_.get(); info; info = info->next) {
-      if (provider_ != info->fabric_attr->prov_name) continue;
-      offered.insert(info->domain_attr->name);
-      if (name.empty() || name == info->domain_attr->name) return open(info);
+    if (fi_info* info = find(infos_.get(), name)) {
+      return open(info, name.empty() ? info->domain_attr->name : name);
     }
-    std::string text = "provider " + name_ + " has no domain '" + name + "'; it has:";
-    for (const std::string& one : offered) text += " " + one;
-    return Status(Code::kUnavailable, text);
+    // The bind address's interface is not the only one.
+    bool ignored;
+    InfoPtr infos(nullptr, InfoFreer{api_});
+    if (!candidate_.ip) {
+      // All domains were listed.
+    } else if (in_addr address; inet_pton(AF_INET, name.c_str(), &address) == 1) {
+      // Asked first: the provider itself takes any address, and its endpoints then fail.
+      if (is_own(address)) infos = probe(api_, candidate_, name.c_str(), &ignored);
+      if (fi_info* info = find(infos.get(), "")) return open(info, name);
+    } else {
+      infos = probe(api_, candidate_, nullptr, &ignored);
+      if (fi_info* info = find(infos.get(), name)) return open(info, name);
+    }
+    return Status(Code::kUnavailable,
+                  "provider " + name_ + " has no domain '" + name + "'; it has: " + offered());
   }
 
   Result<std::string> parse_address(const std::string& text) const override {
@@ -131,12 +159,47 @@ class OfiFabric : public Fabric {
   }
 
  private:
+  // The first of this provider's (at an IPv4 address, if it has addresses); null if there is none.
+  fi_info* find(fi_info* list, const std::string& name) const {
+    for (fi_info* info = list; info; info = info->next) {
+      if (provider_ != info->fabric_attr->prov_name) continue;
+      if (candidate_.ip && info->addr_format != FI_SOCKADDR_IN) continue;
+      if (name.empty() || name == info->domain_attr->name) return info;
+    }
+    return nullptr;
+  }
+
+  // Every domain's name and, where they are names too, address.
+  std::string offered() const {
+    bool ignored;
+    InfoPtr all(nullptr, InfoFreer{api_});
+    if (candidate_.ip) all = probe(api_, candidate_, nullptr, &ignored);
+    std::set<std::string> names;
+    for (fi_info* list : {infos_.get(), all.get()}) {
+      for (fi_info* info = list; info; info = info->next) {
+        if (provider_ != info->fabric_attr->prov_name) continue;
+        std::string name = info->domain_attr->name;
+        if (candidate_.ip && (info->addr_format != FI_SOCKADDR_IN || !info->src_addr)) continue;
+        if (candidate_.ip) {
+          char host[INET_ADDRSTRLEN] = "?";
+          inet_ntop(AF_INET, &static_cast<sockaddr_in*>(info->src_addr)->sin_addr, host,
+                    sizeof host);
+          name += std::string(" (") + host + ")";
+        }
+        names.insert(std::move(name));
+      }
+    }
+    std::string text;
+    for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+    return text;
+  }
+
   Status failed(const char* what, int status) const {
     return Status(Code::kUnavailable,
                   std::string(what) + " of provider " + name_ + ": " + api_->error(status));
   }
 
-  Result<std::unique_ptr<Domain>> open(fi_info* info) {
+  Result<std::unique_ptr<Domain>> open(fi_info* info, const std::string& name) {
     auto state = std::make_shared<OfiDomainState>();
     state->api = api_;
     state->info = InfoPtr(api_->dupinfo(info), InfoFreer{api_});
@@ -161,11 +224,12 @@ class OfiFabric : public Fabric {
     limits.delivery_complete = delivery_complete_;
     state->write_flags = FI_REMOTE_CQ_DATA | FI_COMPLETION |
                          (delivery_complete_ ? FI_DELIVERY_COMPLETE : FI_TRANSMIT_COMPLETE);
-    return std::unique_ptr<Domain>(std::make_unique<OfiDomain>(std::move(state)));
+    return std::unique_ptr<Domain>(std::make_unique<OfiDomain>(name, std::move(state)));
   }
 
   const OfiApi* const api_;
   const std::string name_, provider_;
+  const Candidate& candidate_;
   const InfoPtr infos_;
   const bool delivery_complete_;
 };
@@ -180,7 +244,7 @@ Result<std::unique_ptr<Fabric>> open_ofi(const OfiOptions& options) {
     if (options.provider != "auto" && options.provider != candidate.name) continue;
     if (options.software_only && !candidate.software) continue;
     bool delivery_complete = false;
-    InfoPtr infos = probe(api, candidate, options.bind, &delivery_complete);
+    InfoPtr infos = probe(api, candidate, options.bind.c_str(), &delivery_complete);
     if (!infos) continue;
     return std::unique_ptr<Fabric>(
         std::make_unique<OfiFabric>(api, candidate, std::move(infos), delivery_complete));
@@ -188,7 +252,7 @@ Result<std::unique_ptr<Fabric>> open_ofi(const OfiOptions& options) {
   std::string offered;
   for (const Candidate& candidate : kCandidates) {
     bool ignored;
-    if (probe(api, candidate, options.bind, &ignored)) {
+    if (probe(api, candidate, options.bind.c_str(), &ignored)) {
       offered += offered.empty() ? candidate.name : std::string(", ") + candidate.name;
     }
   }

@@ -69,7 +69,7 @@ Result<UnitList> UnitList::pages(std::shared_ptr<const PageLists> lists, const P
     return status;
   }
   UnitList list;
-  list.count_ = list.weight_ = lists->source.size();
+  list.count_ = lists->source.size();
   list.lists_ = std::move(lists);
   list.unit_ = unit;
   return list;
@@ -84,17 +84,14 @@ Result<UnitList> UnitList::range(uint64_t source_offset, uint64_t destination_of
   if (!within(destination_offset, length, destination_length)) {
     return outside("destination", destination_offset, length, destination_length);
   }
-  const uint64_t by_bytes = (length + kMaxWriteBytes - 1) / kMaxWriteBytes;
-  const uint64_t by_units = (units + ImmediateCodec::kMaxWeight - 1) / ImmediateCodec::kMaxWeight;
-  const uint64_t pieces = std::max(by_bytes, by_units);
-  if (units == 0 || length < units || pieces > units) {
+  const uint64_t fewest = length / kMaxWriteBytes + (length % kMaxWriteBytes != 0);
+  if (units == 0 || length < units || fewest > units) {
     return Status(Code::kInvalid, std::to_string(length) + " bytes as " + std::to_string(units) +
                                       " units: a unit has 1 to " + std::to_string(kMaxWriteBytes) +
                                       " bytes");
   }
   UnitList list;
-  list.count_ = pieces;
-  list.weight_ = units;
+  list.count_ = units;
   list.unit_.source_offset = source_offset;
   list.unit_.destination_offset = destination_offset;
   list.unit_.length = length;
@@ -106,16 +103,14 @@ Unit UnitList::at(size_t index) const {
     return Unit{
         lists_->source[index] * unit_.source_page_bytes + unit_.source_offset,
         lists_->destination[index] * unit_.destination_page_bytes + unit_.destination_offset,
-        unit_.length, 1};
+        unit_.length};
   }
-  // Piece i of n covers [i * total / n, (i + 1) * total / n) of both the bytes and the units. The
-  // split of the remainder keeps the products small.
-  const auto cut = [this](uint64_t total, uint64_t i) {
-    return total / count_ * i + total % count_ * i / count_;
+  // The split of the remainder keeps the products small.
+  const auto cut = [this](uint64_t i) {
+    return unit_.length / count_ * i + unit_.length % count_ * i / count_;
   };
-  const uint64_t from = cut(unit_.length, index), to = cut(unit_.length, index + 1);
-  return Unit{unit_.source_offset + from, unit_.destination_offset + from, to - from,
-              static_cast<uint32_t>(cut(weight_, index + 1) - cut(weight_, index))};
+  const uint64_t from = cut(index), to = cut(index + 1);
+  return Unit{unit_.source_offset + from, unit_.destination_offset + from, to - from};
 }
 
 PackedWrite pack_next(const UnitList& units, size_t* cursor, size_t end, size_t max_pieces,
@@ -126,8 +121,8 @@ PackedWrite pack_next(const UnitList& units, size_t* cursor, size_t end, size_t 
   for (; *cursor < end; ++*cursor) {
     const Unit unit = units.at(*cursor);
     const bool first = write.piece_count == 0;
-    if (!first && (write.bytes + unit.length > max_bytes ||
-                   write.weight + unit.weight > ImmediateCodec::kMaxWeight)) {
+    if (!first &&
+        (write.bytes + unit.length > max_bytes || write.weight == ImmediateCodec::kMaxWeight)) {
       break;
     }
     PackedWrite::Piece* last = first ? nullptr : &write.pieces[write.piece_count - 1];
@@ -140,7 +135,7 @@ PackedWrite pack_next(const UnitList& units, size_t* cursor, size_t end, size_t 
       break;
     }
     write.bytes += unit.length;
-    write.weight += unit.weight;
+    ++write.weight;
   }
   return write;
 }

@@ -29,36 +29,37 @@ struct PageLists {
   std::vector<uint32_t> destination;
 };
 
-// One unit, or one piece of a plain range: offsets into the two regions.
+// One unit: offsets into the two regions.
 struct Unit {
   uint64_t source = 0;
   uint64_t destination = 0;
   uint64_t length = 0;
-  uint32_t weight = 1;
 };
 
-// A lazily evaluated list of units: pages, or a range cut into pieces.
+// A lazily evaluated list of units: of pages, or of a range.
 class UnitList {
  public:
   // Checks that the lists match, that a unit is not empty and within kMaxWriteBytes, and that
   // every page lies within its region.
   static Result<UnitList> pages(std::shared_ptr<const PageLists> lists, const PageUnit& unit,
                                 uint64_t source_length, uint64_t destination_length);
-  // `units` units that together are one range. It is cut into as few pieces as 1 MiB and 4095
-  // units allow; every piece carries at least one unit.
+  // `units` units that together are one range: unit i of n is [i * length / n, (i + 1) * length /
+  // n).
   static Result<UnitList> range(uint64_t source_offset, uint64_t destination_offset,
                                 uint64_t length, uint64_t units, uint64_t source_length,
                                 uint64_t destination_length);
 
   size_t size() const { return count_; }
-  uint64_t weight() const { return weight_; }  // of the whole list
+  // How long a unit is; of a range's, the longest.
+  uint64_t unit_bytes() const {
+    return lists_ || count_ == 0 ? unit_.length : (unit_.length + count_ - 1) / count_;
+  }
   Unit at(size_t index) const;
 
  private:
   std::shared_ptr<const PageLists> lists_;  // null: a range
   PageUnit unit_;
   size_t count_ = 0;
-  uint64_t weight_ = 0;
 };
 
 struct PackedWrite {

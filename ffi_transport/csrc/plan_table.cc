@@ -244,7 +244,6 @@ int64_t PlanTable::fire(const TriggerRecord& record, std::vector<Job>* jobs) {
     job.source = region;
     job.remote = write.remotes[index];
     job.units = write.units;
-    job.end = job.units.size();
     job.step = number;
     job.layer = layer;
     job.ordinal = ordinal;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -14,11 +15,25 @@
 
 namespace ffi_transport {
 
+constexpr size_t kMaxDomains = 64;  // of one engine; a set of them is a 64-bit mask
+
+// The set of the domains that `domains` (elements with a member `domain`) names.
+template <class Domains>
+uint64_t domain_mask(const Domains& domains) {
+  uint64_t mask = 0;
+  for (const auto& one : domains) mask |= 1ull << one.domain;
+  return mask;
+}
+
 struct Region {
+  struct Access {
+    uint32_t domain = 0;  // index among the engine's
+    std::unique_ptr<Registration> registration;
+  };
   int64_t id = 0;
   uint64_t address = 0;
   uint64_t length = 0;
-  std::vector<std::unique_ptr<Registration>> domains;  // one per domain of the engine
+  std::vector<Access> domains;  // those that it is registered with, ascending; at least one
   // Writes that read from it right now, and the mark that no more may begin. A poster counts
   // itself in and then reads the mark; deregister sets the mark and then reads the count; both
   // sequentially consistent, so that one of them sees the other.
@@ -32,47 +47,72 @@ struct Region {
     return false;
   }
   void end() { in_flight.fetch_sub(1, std::memory_order_release); }
+  uint64_t domain_set() const { return domain_mask(domains); }
 };
 using RegionPtr = std::shared_ptr<Region>;
 
-// What travels to a peer: little-endian length, count of domains, then key and base of each.
+// What travels to a peer: little-endian length (u64) and number of domains (u32), then of each
+// domain its index at its owner (u32), key (u64) and base (u64); the indices ascend.
 struct RemoteRegion {
   struct Access {
+    uint32_t domain = 0;
     uint64_t key = 0;
     uint64_t base = 0;
   };
   uint64_t length = 0;
   std::vector<Access> domains;
 
-  static constexpr size_t kMaxDomains = 64;
+  uint64_t domain_set() const { return domain_mask(domains); }
 
   std::string encode() const {
-    std::string out(12 + 16 * domains.size(), '\0');
+    std::string out(kFixedBytes + kAccessBytes * domains.size(), '\0');
     const auto count = static_cast<uint32_t>(domains.size());
     std::memcpy(out.data(), &length, 8);
     std::memcpy(out.data() + 8, &count, 4);
-    std::memcpy(out.data() + 12, domains.data(), 16 * domains.size());
+    char* at = out.data() + kFixedBytes;
+    for (const Access& access : domains) {
+      std::memcpy(at, &access.domain, 4);
+      std::memcpy(at + 4, &access.key, 8);
+      std::memcpy(at + 12, &access.base, 8);
+      at += kAccessBytes;
+    }
     return out;
   }
 
   static Result<RemoteRegion> decode(std::string_view bytes) {
     RemoteRegion region;
     uint32_t count = 0;
-    if (bytes.size() >= 12) {
+    if (bytes.size() >= kFixedBytes) {
       std::memcpy(&region.length, bytes.data(), 8);
       std::memcpy(&count, bytes.data() + 8, 4);
     }
-    if (count == 0 || count > kMaxDomains || bytes.size() != 12 + 16 * size_t{count}) {
+    if (count == 0 || count > kMaxDomains ||
+        bytes.size() != kFixedBytes + kAccessBytes * size_t{count}) {
       return Status(Code::kProtocol, "a region descriptor of " + std::to_string(bytes.size()) +
                                          " bytes is not one of ours");
     }
     region.domains.resize(count);
-    std::memcpy(region.domains.data(), bytes.data() + 12, 16 * size_t{count});
+    const char* at = bytes.data() + kFixedBytes;
+    for (size_t i = 0; i < count; ++i, at += kAccessBytes) {
+      Access& access = region.domains[i];
+      std::memcpy(&access.domain, at, 4);
+      std::memcpy(&access.key, at + 4, 8);
+      std::memcpy(&access.base, at + 12, 8);
+      if (access.domain >= kMaxDomains ||
+          (i > 0 && access.domain <= region.domains[i - 1].domain)) {
+        return Status(Code::kProtocol, "a region descriptor with domain " +
+                                           std::to_string(access.domain) + " in place " +
+                                           std::to_string(i) + ": domains are 0 to " +
+                                           std::to_string(kMaxDomains - 1) + " and ascend");
+      }
+    }
     return region;
   }
+
+ private:
+  static constexpr size_t kFixedBytes = 12;
+  static constexpr size_t kAccessBytes = 20;
 };
 using RemoteRegionPtr = std::shared_ptr<const RemoteRegion>;
-
-static_assert(sizeof(RemoteRegion::Access) == 16);
 
 }  // namespace ffi_transport

@@ -44,6 +44,20 @@ struct Stats {
 #undef FFI_TRANSPORT_FIELD
 };
 
+// One domain's numbers. Only its own thread writes them.
+struct DomainStats {
+  std::atomic<uint64_t> units_posted{0};
+  std::atomic<uint64_t> bytes_posted{0};
+  std::atomic<uint64_t> units_completed{0};
+  std::atomic<uint64_t> bytes_completed{0};
+  std::atomic<uint64_t> units_counted{0};  // weight of the immediates that came through it
+};
+
+// By a counter's only writer: cheaper than a read-modify-write.
+inline void bump_own(std::atomic<uint64_t>& counter, uint64_t by) {
+  counter.store(counter.load(std::memory_order_relaxed) + by, std::memory_order_relaxed);
+}
+
 inline void bump(std::atomic<uint64_t>& counter, uint64_t by = 1) {
   counter.fetch_add(by, std::memory_order_relaxed);
 }

@@ -82,10 +82,10 @@ void Transfer::end_if_due(std::unique_lock<std::mutex>& lock) {
   table_->erase(id_);
 }
 
-TransferPtr TransferTable::open(int64_t peer, uint32_t slot) {
+TransferPtr TransferTable::open(int64_t peer, uint32_t slot, std::shared_ptr<PeerLanes> lanes) {
   std::lock_guard lock(mutex_);
   const int64_t id = next_id_++;
-  auto transfer = std::make_shared<Transfer>(id, peer, slot, events_, this);
+  auto transfer = std::make_shared<Transfer>(id, peer, slot, std::move(lanes), events_, this);
   live_.emplace(id, transfer);
   return transfer;
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "event_queue.h"
+#include "lanes.h"
 #include "status.h"
 
 namespace ffi_transport {
@@ -19,12 +20,19 @@ class TransferTable;
 
 class Transfer {
  public:
-  Transfer(int64_t id, int64_t peer, uint32_t slot, EventQueue* events, TransferTable* table)
-      : id_(id), peer_(peer), slot_(slot), events_(events), table_(table) {}
+  Transfer(int64_t id, int64_t peer, uint32_t slot, std::shared_ptr<PeerLanes> lanes,
+           EventQueue* events, TransferTable* table)
+      : id_(id),
+        peer_(peer),
+        slot_(slot),
+        lanes_(std::move(lanes)),
+        events_(events),
+        table_(table) {}
 
   int64_t id() const { return id_; }
   int64_t peer() const { return peer_; }
   uint32_t slot() const { return slot_; }
+  PeerLanes& lanes() const { return *lanes_; }
 
   enum class Plan { kPlanned, kEnded, kSealed };
   // Adds units that will be posted. Nothing is planned on a transfer that failed or was cancelled.
@@ -47,6 +55,7 @@ class Transfer {
   const int64_t id_;
   const int64_t peer_;
   const uint32_t slot_;
+  const std::shared_ptr<PeerLanes> lanes_;
   EventQueue* const events_;
   TransferTable* const table_;
 
@@ -69,7 +78,7 @@ class TransferTable {
  public:
   explicit TransferTable(EventQueue* events) : events_(events) {}
 
-  TransferPtr open(int64_t peer, uint32_t slot);
+  TransferPtr open(int64_t peer, uint32_t slot, std::shared_ptr<PeerLanes> lanes);
   // Null, with ok, for a transfer that has ended; an error for an id that never was.
   Result<TransferPtr> find(int64_t id) const;
   void erase(int64_t id);

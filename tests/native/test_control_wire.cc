@@ -109,7 +109,7 @@ TEST(hello_round_trip_and_truncation) {
 TEST(region_descriptor_round_trip_and_refusal) {
   RemoteRegion region;
   region.length = 1ull << 33;
-  region.domains = {{1, 2}, {3, 4}};
+  region.domains = {{0, 1, 2}, {5, 3, 4}};
   const std::string bytes = region.encode();
   auto decoded = RemoteRegion::decode(bytes);
   CHECK_OK(decoded.status());

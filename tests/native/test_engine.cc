@@ -74,8 +74,9 @@ TEST(engine_checks_both_ranges_before_it_posts) {
   CHECK_FAILS(a.engine->write(99, a.region, 0, b.remote, 0, 1, 1), Code::kInvalid,
               "no transfer 99");
   RemoteRegion two = b.remote;
-  two.domains.push_back({});
-  CHECK_FAILS(a.engine->write(transfer, a.region, 0, two, 0, 1, 1), Code::kInvalid, "2 domains");
+  two.domains.push_back({1, 0, 0});
+  CHECK_FAILS(a.engine->write(transfer, a.region, 0, two, 0, 1, 1), Code::kInvalid,
+              "on domain 1; peer 1 has 1");
   CHECK_FAILS(a.engine->open_transfer(peer, 1 << 20).status(), Code::kInvalid, "slot 1048576");
   CHECK_FAILS(a.engine->open_transfer(77, 1).status(), Code::kInvalid, "no peer 77");
   CHECK_EQ(a.stat("writes_posted"), 0u);

@@ -24,7 +24,7 @@ struct Fixture {
     }
     RemoteRegion target;
     target.length = 1 << 20;
-    target.domains = {{1, 0}};
+    target.domains = {{0, 1, 0}};
     remote = std::make_shared<RemoteRegion>(target);
   }
 
@@ -61,7 +61,7 @@ struct Fixture {
 
 TEST(plan_releases_what_each_trigger_covers) {
   Fixture f;
-  const TransferPtr a = f.transfers.open(1, 5), b = f.transfers.open(1, 6);
+  const TransferPtr a = f.transfers.open(1, 5, nullptr), b = f.transfers.open(1, 6, nullptr);
   CHECK_OK(
       f.add(10, {0, 1}, 3, {f.write(a, 0, 0, 3), f.write(b, 0, 1, 1), f.write(b, 1, 2, 1, {7})}));
   CHECK_EQ(f.plans.live(), 1u);
@@ -91,7 +91,7 @@ TEST(trigger_without_a_plan_is_a_counted_no_op) {
 TEST(plan_is_found_by_the_low_half_of_its_step) {
   Fixture f(1, 1);
   const int64_t step = (5ll << 32) | 0xfffffff0;  // negative as an int32
-  const TransferPtr transfer = f.transfers.open(1, 5);
+  const TransferPtr transfer = f.transfers.open(1, 5, nullptr);
   CHECK_OK(f.add(step, {0}, 1, {f.write(transfer, 0, 0, 1)}));
   CHECK_FAILS(f.add(0xfffffff0, {0}, 1, {}), Code::kInvalid, "low half");
   const auto jobs = f.fire(static_cast<int32_t>(0xfffffff0), 0, 0);
@@ -101,7 +101,7 @@ TEST(plan_is_found_by_the_low_half_of_its_step) {
 
 TEST(plan_faults_are_events) {
   Fixture f;
-  const TransferPtr transfer = f.transfers.open(1, 5);
+  const TransferPtr transfer = f.transfers.open(1, 5, nullptr);
   CHECK_OK(f.add(1, {0}, 2, {f.write(transfer, 0, 0, 2)}));
   CHECK_EQ(f.fire(1, 0, 0).size(), 1u);
   CHECK(f.fire(1, 0, 0).empty());
@@ -121,7 +121,7 @@ TEST(plan_faults_are_events) {
 
 TEST(moved_cache_posts_nothing_and_fails_the_transfer) {
   Fixture f;
-  const TransferPtr transfer = f.transfers.open(1, 5);
+  const TransferPtr transfer = f.transfers.open(1, 5, nullptr);
   CHECK_OK(f.add(1, {0}, 2, {f.write(transfer, 0, 0, 2)}));
   CHECK(f.fire(1, 0, 0, 0xdead000).empty());
   auto events = f.events.poll(0);
@@ -140,7 +140,7 @@ TEST(moved_cache_posts_nothing_and_fails_the_transfer) {
 
 TEST(plan_checks_before_it_plans_anything) {
   Fixture f;
-  const TransferPtr transfer = f.transfers.open(1, 5);
+  const TransferPtr transfer = f.transfers.open(1, 5, nullptr);
   const auto refused = [&](std::vector<int> ordinals, int layers, PlannedWrite bad,
                            const char* words) {
     std::vector<PlannedWrite> writes;
@@ -195,7 +195,7 @@ TEST(plan_waits_for_a_step_to_be_freed) {
 
 TEST(dropped_step_fails_what_has_not_fired) {
   Fixture f(1, 3);
-  const TransferPtr open = f.transfers.open(1, 5), done = f.transfers.open(1, 6);
+  const TransferPtr open = f.transfers.open(1, 5, nullptr), done = f.transfers.open(1, 6, nullptr);
   CHECK_OK(f.add(1, {0}, 3, {f.write(open, 0, 0, 3), f.write(done, 0, 0, 1)}));
   CHECK_EQ(f.fire(1, 0, 0).size(), 2u);
   CHECK(f.plans.drop(1));
@@ -209,7 +209,7 @@ TEST(dropped_step_fails_what_has_not_fired) {
 
 TEST(plan_skips_transfers_that_have_ended) {
   Fixture f(1, 1);
-  const TransferPtr gone = f.transfers.open(1, 5), live = f.transfers.open(1, 6);
+  const TransferPtr gone = f.transfers.open(1, 5, nullptr), live = f.transfers.open(1, 6, nullptr);
   gone->cancel();
   f.events.poll(0);
   CHECK_OK(f.add(1, {0}, 1,
@@ -221,7 +221,7 @@ TEST(plan_skips_transfers_that_have_ended) {
 TEST(transfer_ends_once_and_only_when_drained) {
   EventQueue events;
   TransferTable table(&events);
-  const TransferPtr transfer = table.open(4, 9);
+  const TransferPtr transfer = table.open(4, 9, nullptr);
   CHECK(transfer->plan(3) == Transfer::Plan::kPlanned);
   CHECK(transfer->begin_post());
   CHECK(transfer->begin_post());
@@ -247,10 +247,10 @@ TEST(transfer_ends_once_and_only_when_drained) {
 TEST(sealed_transfer_completes_with_its_count) {
   EventQueue events;
   TransferTable table(&events);
-  const TransferPtr empty = table.open(1, 1);
+  const TransferPtr empty = table.open(1, 1, nullptr);
   empty->seal();  // planned nothing: complete at once
   CHECK_EQ(events.poll(0)[0].outcome, static_cast<int>(TransferOutcome::kCompleted));
-  const TransferPtr transfer = table.open(1, 1);
+  const TransferPtr transfer = table.open(1, 1, nullptr);
   transfer->plan(2);
   transfer->seal();
   CHECK(transfer->plan(1) == Transfer::Plan::kSealed);
