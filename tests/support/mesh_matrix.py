@@ -1,0 +1,267 @@
+"""Pairs of nodes by the meshes of both sides, each node built once on a process of its side.
+
+What a pair must do is counted and mapped here from first principles, not by the product's plan.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from sentinel_values import Sentinels
+from side_process import SideError, SideProcess
+
+PAGE = 16
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One node's mesh and page size."""
+
+    tp: int = 1
+    dp: int = 1
+    page: int = PAGE
+
+    def __str__(self) -> str:
+        return (
+            f"tp{self.tp}"
+            + f"-dp{self.dp}" * (self.dp > 1)
+            + f"-page{self.page}" * (self.page != PAGE)
+        )
+
+
+@dataclass(frozen=True)
+class Model:
+    """What both nodes of a pair serve. `kv_heads` is 0 for a latent cache.
+
+    Without a `folder` it is the sentinel model.
+    """
+
+    name: str
+    kv_heads: int
+    layers: int
+    folder: Path | None = None
+
+    def heads_of(self, rank: int, tp: int) -> range:
+        """The KV heads of a tp rank."""
+        return Sentinels(self.kv_heads).heads_of(rank, tp)
+
+    def page_writes(self, length: int, prefill: Mesh, decode: Mesh) -> int:
+        """How many a prompt takes, pages of one size on both sides: each part of each page of each
+        layer once for every decode rank, which gets one part from each different shard that holds
+        some of its heads; and a context for every rank.
+        """
+        if length == 1:
+            return 0
+        pages = -(-(length - 1) // PAGE)
+        shards = {self.heads_of(rank, prefill.tp) for rank in range(prefill.tp)}
+        parts = sum(
+            bool(set(shard) & set(self.heads_of(rank, decode.tp)))
+            for rank in range(decode.tp)
+            for shard in shards
+        )
+        return parts * pages * self.layers + decode.tp
+
+
+@dataclass(frozen=True)
+class Served:
+    """One prompt of a pair: the answer, and the memory of both nodes (mesh_side.MeshSide.taken)."""
+
+    prompt: list[int]
+    answer: dict[str, Any]
+    source: dict[str, Any] | None
+    target: dict[str, Any] | None
+
+
+@dataclass
+class Matrix:
+    """All pairs of one model, over two processes that other matrices share."""
+
+    model: Model
+    sides: dict[str, SideProcess]
+    _built: dict[tuple[str, Mesh], str] = field(default_factory=dict)
+    _fabric: dict[Mesh, str] = field(default_factory=dict)
+    _connected: set[tuple[Mesh, Mesh]] = field(default_factory=set)
+    _rounds: int = 0
+
+    def pair(self, prefill: Mesh, decode: Mesh) -> "Pair":
+        """The nodes of a pair, connected; those that are there already are used again."""
+        wanted = [("prefill", prefill), ("decode", decode)]
+        fresh = [(role, mesh) for role, mesh in wanted if (role, mesh) not in self._built]
+        for role, mesh in fresh:
+            self.sides[role].send("build", **self._node(role, mesh))
+        problems = []
+        for role, mesh in fresh:  # both answers are read, whatever the first one says
+            try:
+                answer = self.sides[role].answer(f"build {role} {mesh}")
+            except SideError as error:
+                problems.append(error)
+                continue
+            self._built[role, mesh] = self._name(role, mesh)
+            if role == "prefill":
+                self._fabric[mesh] = answer["fabric"]
+        if problems:
+            raise problems[0]
+        if (prefill, decode) not in self._connected:
+            known = [self._fabric[p] for p, d in self._connected if d == decode]
+            addresses = [*known, self._fabric[prefill]]
+            name = self._built["decode", decode]
+            state = self.sides["decode"].ask("connect", name=name, fabric=addresses)
+            assert "node" in state[self._fabric[prefill]], state
+            self._connected.add((prefill, decode))
+        return Pair(self, prefill, decode)
+
+    def _name(self, role: str, mesh: Mesh) -> str:
+        return f"{self.model.name}-{role}-{mesh}"
+
+    def _node(self, role: str, mesh: Mesh) -> dict[str, Any]:
+        what: dict[str, Any] = {"sentinel": self.model.kv_heads}
+        if self.model.folder is not None:
+            what = {"model": str(self.model.folder)}
+        # The page ids of no two nodes are in the same order.
+        seed = 100 * (role == "decode") + 10 * mesh.tp + mesh.dp
+        return {
+            "name": self._name(role, mesh),
+            "role": role,
+            "tp": mesh.tp,
+            "dp": mesh.dp,
+            "page_size": mesh.page,
+            "seed": seed,
+            **what,
+        }
+
+    def next_prefix(self) -> str:
+        """Of request ids, which no two rounds share."""
+        self._rounds += 1
+        return f"{self.model.name}-{self._rounds}"
+
+    def close(self) -> None:
+        """Stop the nodes; the processes go on."""
+        for role, side in self.sides.items():
+            side.send("close", names=[n for (built, _), n in self._built.items() if built == role])
+        for side in self.sides.values():
+            side.answer("close")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two connected nodes."""
+
+    matrix: Matrix
+    prefill: Mesh
+    decode: Mesh
+
+    def ask(self, role: str, op: str, **how: Any) -> Any:
+        """Give an order to the node of a side."""
+        mesh = self.prefill if role == "prefill" else self.decode
+        name = self.matrix._built[role, mesh]
+        return self.matrix.sides[role].ask(op, name=name, **how)
+
+    @contextmanager
+    def damaged(self, how: str) -> Iterator[None]:
+        """Let the prefill node send wrongly, in one of the ways of plan_damage.py."""
+        self.ask("prefill", "damage", how=how)
+        try:
+            yield
+        finally:
+            self.ask("prefill", "damage", how=None)
+
+    def check_checksums(self, one: Served) -> None:
+        """Every rank of the decode node holds what every rank with the same heads sent."""
+        if one.source is None or one.target is None:
+            assert len(one.prompt) == 1
+            return
+        model, found = self.matrix.model, {}
+        for mesh, sums in (
+            (self.prefill, one.source["checksums"]),
+            (self.decode, one.target["checksums"]),
+        ):
+            assert len(sums) == mesh.tp
+            for rank, layers in enumerate(sums):
+                assert len(layers) == model.layers
+                for layer, heads in enumerate(layers):
+                    for head, value in zip(model.heads_of(rank, mesh.tp), heads, strict=True):
+                        known = found.setdefault((layer, head), value)
+                        assert value == known, (
+                            f"the pages of layer {layer} head {head} differ at {mesh} rank {rank}, "
+                            f"prompt of {len(one.prompt)}"
+                        )
+        contexts = {*one.source["contexts"], *one.target["contexts"]}
+        assert len(contexts) == 1, f"contexts of a prompt of {len(one.prompt)} differ"
+
+    def poison(self) -> None:
+        """Overwrite the memory of both nodes."""
+        for role in ("prefill", "decode"):
+            self.ask(role, "poison")
+
+    def strays(self) -> list[str]:
+        """Where either node's memory changed beside the requests since `poison`."""
+        return [
+            f"{role}: {place}"
+            for role in ("prefill", "decode")
+            for place in self.ask(role, "strays")
+        ]
+
+    def page_writes(self) -> list[int]:
+        """What each side has counted since it was built."""
+        return [self.ask(role, "state")["page_writes"] for role in ("prefill", "decode")]
+
+    def serve(
+        self, prompts: Sequence[list[int]], max_tokens: int, folder: Path | None = None
+    ) -> list[Served]:
+        """Serve all prompts at once; with `folder` the memory's values are written there, too."""
+        prefix = self.matrix.next_prefix()
+        answers = self.ask(
+            "decode",
+            "generate",
+            prompts=list(prompts),
+            max_tokens=max_tokens,
+            via=self.matrix._built["prefill", self.prefill],
+            prefix=prefix,
+        )
+        where = None if folder is None else str(folder)
+        targets = self.ask("decode", "taken", folder=where)
+        attempts = [taken["attempt"] for taken in targets]
+        sources = self.ask("prefill", "taken", attempts=attempts, folder=where)
+        of = {t["request"]: (s, t) for s, t in zip(sources, targets, strict=True)}
+        nothing = (None, None)
+        return [
+            Served(prompt, answer, *of.get(answer["id"], nothing))
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+
+class Matrices:
+    """The matrix of one model at a time; a context manager."""
+
+    def __init__(self, sides: dict[str, SideProcess]) -> None:
+        self._sides = sides
+        self._open: Matrix | None = None
+
+    def pair(self, model: Model, prefill: Mesh, decode: Mesh) -> Pair:
+        """A pair of nodes of a model. Those of another model are stopped."""
+        if self._open is None or self._open.model != model:
+            self._close()
+            self._open = Matrix(model, self._sides)
+        return self._open.pair(prefill, decode)
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+
+def every_pair(meshes: Iterable[Mesh]) -> Iterator[tuple[Mesh, Mesh]]:
+    """Each mesh as the prefill node's with each as the decode node's."""
+    meshes = list(meshes)
+    for prefill in meshes:
+        for decode in meshes:
+            yield prefill, decode

@@ -1,0 +1,193 @@
+"""Reads what a node's registered memory holds, straight from its addresses, as a peer writes it.
+
+A `PageTap` copies a request's pages and context at the one moment at which they are settled: on a
+decode node when the request became READY, before any step of its own touched them; on a prefill
+node when its last write was acknowledged, before the pages are free. Attention has no part in it.
+"""
+
+import ctypes
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdisagg.cache import PagedCache
+from jaxdisagg.decode_node import DecodeNode
+
+POISON = -77.0  # no sentinel is negative
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One request's memory on the devices of its dp rank.
+
+    `pages` are all that it leases; `rows` [tp, layers, heads, planes, tokens, values] what they
+    hold, in the order of the tokens; `contexts` [tp, hidden size].
+    """
+
+    request: str
+    attempt: str
+    dp_rank: int
+    pages: np.ndarray
+    length: int
+    rows: np.ndarray
+    contexts: np.ndarray
+
+    def checksums(self) -> list[list[list[int]]]:
+        """[tp][layer][head]: CRC-32 of the prefilled rows, whatever the size of the pages."""
+        known = np.ascontiguousarray(self.rows[..., : self.length - 1, :])
+        return [[[zlib.crc32(h.tobytes()) for h in layer] for layer in rank] for rank in known]
+
+    def context_checksums(self) -> list[int]:
+        """Of each tp rank's context row."""
+        return [zlib.crc32(row.tobytes()) for row in self.contexts]
+
+
+class PageTap:
+    """Attach it to a node that runs; `node.runner`, `node.pools` and its loop are used."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+        self._cache: PagedCache = node.runner.cache
+        self._tp = self._cache.mesh.size // node.runner.dp
+        self._views = {(s.rank, s.layer): self._view(s) for s in self._cache.shards()}
+        self._changed = threading.Condition()
+        self._taken: dict[str, Taken] = {}
+        self._used: list[set[int]] = [set() for _ in node.pools]
+        if isinstance(node, DecodeNode):
+            self._tap_decode(node)
+        else:
+            self._tap_prefill(node)
+
+    def _view(self, shard: Any) -> np.ndarray:
+        """A page or a context row per index of the first axis; writable."""
+        raw = (ctypes.c_char * shard.nbytes).from_address(shard.address)
+        flat = np.frombuffer(raw, jnp.dtype(self._cache.spec.dtype))
+        if shard.layer == len(self._cache.layers):
+            return flat.reshape(self._cache.context_rows, -1)
+        spec, size = self._cache.spec, self._cache.page_size
+        planes = 2 if spec.kind == "gqa" else 1
+        return flat.reshape(self._cache.pages, -1, planes, size, spec.head_dim)
+
+    def _tap_decode(self, node: DecodeNode) -> None:
+        original = node.prefilled
+
+        def prefilled(active: Any, now: float) -> None:
+            if active.prompt_length > 1:
+                attempt = node.prefiller._attempts.of_request(active)  # pyrefly: ignore
+                self._take(
+                    active.id,
+                    attempt.id,
+                    active.rank,
+                    active.lease.pages,
+                    active.prompt_length,
+                    active.context,
+                )
+            else:
+                self._used[active.rank].update(active.lease.pages.tolist())
+            original(active, now)
+
+        node.prefilled = prefilled
+
+    def _tap_prefill(self, node: Any) -> None:
+        original = node.transfer_ended
+
+        def transfer_ended(request: Any, *how: Any) -> None:
+            self._take(
+                request.id,
+                request.id,
+                request.rank,
+                request.lease.pages,
+                request.message.prompt_length,
+                request.context,
+            )
+            original(request, *how)
+
+        node.transfer_ended = transfer_ended
+
+    def _settle(self) -> None:
+        """Wait for the steps in flight; they write through the same memory."""
+        jax.block_until_ready((self._cache.layers, self._cache.context))
+
+    def _take(
+        self, request: str, attempt: str, rank: int, pages: np.ndarray, length: int, context: int
+    ) -> None:
+        self._settle()
+        ranks = range(rank * self._tp, (rank + 1) * self._tp)
+        layers = len(self._cache.layers)
+        rows = [
+            [self._rows(self._views[r, layer], pages) for layer in range(layers)] for r in ranks
+        ]
+        contexts = np.stack([self._views[r, layers][context] for r in ranks])
+        taken = Taken(request, attempt, rank, pages.copy(), length, np.array(rows), contexts)
+        with self._changed:
+            self._used[rank].update(pages.tolist())
+            self._taken[attempt] = taken
+            self._changed.notify_all()
+
+    @staticmethod
+    def _rows(view: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """[heads, planes, tokens, values] of pages [n, heads, planes, page size, values]."""
+        found = np.moveaxis(view[pages], 0, 2)
+        return found.reshape(*found.shape[:2], -1, found.shape[-1])
+
+    def wait(self, attempts: list[str], seconds: float) -> list[Taken]:
+        """The copies of these attempts, which are forgotten; TimeoutError names what is missing."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._taken.keys() >= set(attempts), seconds):
+                missing = sorted(set(attempts) - self._taken.keys())
+                raise TimeoutError(f"not over within {seconds} s: {', '.join(missing)}")
+            return [self._taken.pop(attempt) for attempt in attempts]
+
+    def attempts(self) -> list[str]:
+        """Those of the copies that nobody has asked for, in the order in which they were taken."""
+        with self._changed:
+            return list(self._taken)
+
+    def poison(self, seconds: float) -> None:
+        """Fill every page and context row of the idle node; what was used is forgotten."""
+
+        def fill() -> None:
+            self._settle()
+            for view in self._views.values():
+                view[:] = POISON
+            for used in self._used:
+                used.clear()
+
+        self._on_loop(fill, seconds)
+
+    def strays(self, seconds: float) -> list[str]:
+        """Where memory changed since `poison` that no request held; the node must be idle.
+
+        Page 0 takes the writes of padding rows.
+        """
+        found: list[str] = []
+
+        def look() -> None:
+            self._settle()
+            for (device, layer), view in self._views.items():
+                if layer == len(self._cache.layers):
+                    continue
+                changed = (view != POISON).any(axis=tuple(range(1, view.ndim)))
+                pages = set(np.flatnonzero(changed).tolist()) - {0}
+                for page in sorted(pages - self._used[device // self._tp]):
+                    found.append(f"device {device} layer {layer} page {page}")
+
+        self._on_loop(look, seconds)
+        return found
+
+    def _on_loop(self, call: Callable[[], None], seconds: float) -> None:
+        done = threading.Event()
+
+        def run() -> None:
+            call()
+            done.set()
+
+        self._node.post(run)
+        if not done.wait(seconds):
+            raise TimeoutError(f"the loop of the node did not answer within {seconds} s")
