@@ -113,6 +113,18 @@ class Matrix:
             self._connected.add((prefill, decode))
         return Pair(self, prefill, decode)
 
+    def mixed(self, prompts: Sequence[list[int]], max_tokens: int) -> list[dict[str, Any]]:
+        """What a node that prefills and decodes by itself answers on one device."""
+        side = self.sides["decode"]
+        node = self._node("mixed", Mesh())
+        side.ask("build", **node)
+        try:
+            return side.ask(
+                "generate", name=node["name"], prompts=list(prompts), max_tokens=max_tokens
+            )
+        finally:
+            side.ask("close", names=[node["name"]])
+
     def _name(self, role: str, mesh: Mesh) -> str:
         return f"{self.model.name}-{role}-{mesh}"
 
@@ -240,12 +252,16 @@ class Matrices:
         self._sides = sides
         self._open: Matrix | None = None
 
-    def pair(self, model: Model, prefill: Mesh, decode: Mesh) -> Pair:
-        """A pair of nodes of a model. Those of another model are stopped."""
+    def of(self, model: Model) -> Matrix:
+        """The matrix of a model. The nodes of another one are stopped."""
         if self._open is None or self._open.model != model:
             self._close()
             self._open = Matrix(model, self._sides)
-        return self._open.pair(prefill, decode)
+        return self._open
+
+    def pair(self, model: Model, prefill: Mesh, decode: Mesh) -> Pair:
+        """A pair of nodes of a model."""
+        return self.of(model).pair(prefill, decode)
 
     def _close(self) -> None:
         if self._open is not None:

@@ -88,7 +88,7 @@ class MeshSide:
         loaded = load(config, devices)
         if role == "mixed":
             self._nodes[name] = MixedParts(config, loaded, lambda _: None)
-            return {"fabric": None}
+            return {}
         make = PrefillParts if role == "prefill" else DecodeParts
         parts = make(config, loaded, engine_for(config), lambda _: None)
         if seed is not None:
