@@ -38,6 +38,7 @@ class ActiveRequest:
     row: DecodeRow | None = None
     generated: int = 0
     failed: bool = False
+    held: bool = False  # its pages are not given back yet, see DecodeNode.hold
     sent_at: float | None = None
     ready_at: float | None = None
     first_token_at: float | None = None

@@ -1,17 +1,21 @@
 """Puts a node together: runner, warm-up, registration, HELLO, messenger, loop."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ffi_transport.engine import TransferEngine
 from ffi_transport.trigger import make_trigger
-from ffi_transport.types import EngineConfig, Event
+from ffi_transport.types import EngineConfig
 from jaxdisagg.api import EngineInfo
 from jaxdisagg.config import NodeConfig
 from jaxdisagg.decode_messenger import DecodeMessenger
 from jaxdisagg.decode_node import DecodeNode
 from jaxdisagg.event_pump import EventPump
+from jaxdisagg.group.decode_fabric import DecodeFabric
+from jaxdisagg.group.gathering import gather
+from jaxdisagg.group.node_fabric import Group, NodeFabric, OneProcess
+from jaxdisagg.group.prefill_fabric import PrefillFabric
 from jaxdisagg.local_prefiller import LocalPrefiller
-from jaxdisagg.messages import NodeHello, encode
+from jaxdisagg.messages import NodeHello
 from jaxdisagg.model_fit import cache_layout
 from jaxdisagg.model_loading import LoadedModel
 from jaxdisagg.prefill_messenger import PrefillMessenger
@@ -19,6 +23,7 @@ from jaxdisagg.prefill_node import PrefillNode
 from jaxdisagg.registration import register_cache
 from jaxdisagg.runner import ModelRunner
 from jaxdisagg.sampler import MAX_LOGPROBS
+from jaxdisagg.step_plans import StepPlanner
 from models.interface import Hook
 
 Progress = Callable[[str], None]
@@ -42,9 +47,14 @@ def _runner(node: NodeConfig, model: LoadedModel, trigger: Hook | None = None) -
 
 
 def _hello(
-    node: NodeConfig, model: LoadedModel, runner: ModelRunner, engine: TransferEngine
+    node: NodeConfig,
+    model: LoadedModel,
+    runner: ModelRunner,
+    engine: TransferEngine,
+    group: Group,
 ) -> NodeHello:
     regions, contexts = register_cache(engine, runner.cache, source=node.role == "prefill")
+    memory = gather(group, engine.control_address, regions, contexts)
     return NodeHello(
         role="prefill" if node.role == "prefill" else "decode",
         node=node.id,
@@ -54,9 +64,10 @@ def _hello(
         layout=cache_layout(node, runner.cache.spec),
         num_pages=node.cache.pages,
         max_model_len=node.batch.max_model_len,
-        regions=regions,
-        contexts=contexts,
+        regions=memory.regions,
+        contexts=memory.contexts,
         mtp=node.mtp,
+        processes=memory.processes,
     )
 
 
@@ -79,12 +90,14 @@ class FabricParts[N: (PrefillNode, DecodeNode)]:
     def __init__(self, engine: TransferEngine) -> None:
         self.engine = engine
 
-    def _start(self, deliver: Callable[[Sequence[Event]], None], hello: NodeHello) -> None:
+    def _start(self, fabric: NodeFabric, hello: NodeHello) -> None:
         """Start the loop and the pump, and from now on answer those who greet."""
-        self._pump = EventPump(self.engine, deliver, self.node.fail, f"{hello.role}-events")
+        self._pump = EventPump(
+            self.engine, fabric.on_events, self.node.fail, f"{hello.role}-events"
+        )
         self.node.start()
         self._pump.start()
-        self.engine.set_hello(encode(hello))
+        fabric.introduce(hello)
 
     def stop(self, timeout: float) -> None:
         """Stop the loop, then the pump, then the fabric, which says goodbye."""
@@ -102,11 +115,21 @@ class PrefillParts(FabricParts[PrefillNode]):
         super().__init__(engine)
         self.runner = _runner(node, model, make_trigger(engine.index))
         self.runner.warm_up(progress)
-        hello = _hello(node, model, self.runner, engine)
-        messenger = PrefillMessenger(engine, hello, self.runner.cache, model.config.vocab_size)
+        processes = OneProcess()
+        hello = _hello(node, model, self.runner, engine, processes)
+        fabric = PrefillFabric(
+            engine,
+            processes,
+            StepPlanner(hello.layout, self.runner.cache),
+            hello.layout,
+            name=node.id,
+            fence_s=node.timeouts.cancel_fence,
+            stranger_s=node.timeouts.connect,
+        )
+        messenger = PrefillMessenger(fabric, hello, model.config.vocab_size)
         self.node = PrefillNode(node, self.runner, messenger)
         messenger.attach(self.node)
-        self._start(messenger.on_events, hello)
+        self._start(fabric, hello)
 
 
 class DecodeParts(FabricParts[DecodeNode]):
@@ -118,11 +141,19 @@ class DecodeParts(FabricParts[DecodeNode]):
         super().__init__(engine)
         self.runner = _runner(node, model)
         self.runner.warm_up(progress)
-        hello = _hello(node, model, self.runner, engine)
+        processes = OneProcess()
+        hello = _hello(node, model, self.runner, engine, processes)
+        fabric = DecodeFabric(
+            engine,
+            processes,
+            name=node.id,
+            fence_s=node.timeouts.cancel_fence,
+            arm_s=node.timeouts.connect,
+        )
         self.node = DecodeNode(node, self.runner, engine_info(node, model))
-        self.messenger = DecodeMessenger(self.node, engine, hello)
+        self.messenger = DecodeMessenger(self.node, fabric, hello)
         self.node.prefiller = self.messenger
-        self._start(self.messenger.on_events, hello)
+        self._start(fabric, hello)
 
 
 class MixedParts:

@@ -4,27 +4,32 @@ An attempt is *awaiting* until its prefill is over, well or not; it holds its sl
 buffer until its request's pages go back to the pool.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ffi_transport.engine import TransferEngine
 from jaxdisagg.active import ActiveRequest
+from jaxdisagg.group.decode_fabric import DecodeFabric
 from jaxdisagg.prefill_peers import PrefillPeer
 from jaxdisagg.slots import SlotAllocator
 
 
 @dataclass(eq=False)
 class Attempt:
-    """One PREFILL: what it holds and what it expects. Times are of `time.monotonic`."""
+    """One PREFILL: what it holds and what it expects. Times are of `time.monotonic`.
+
+    `expected` has a number for each process of this node. `sent` once the PREFILL is out: before,
+    nothing can be written for it.
+    """
 
     id: str
     active: ActiveRequest
     peer: PrefillPeer
     slot: int
     context: int
-    expected: int
+    expected: tuple[int, ...]
     pages: int
     deadline: float
+    sent: bool = False
     cancelled_at: float | None = None
     resend_at: float = field(default=float("inf"))
 
@@ -33,11 +38,11 @@ class Attempts:
     """All attempts of a node. `context_rows` are those of the context buffer of each dp rank."""
 
     def __init__(
-        self, engine: TransferEngine, epoch: int, first_slot: int, dp: int, context_rows: int
+        self, fabric: DecodeFabric, epoch: int, first_slot: int, dp: int, context_rows: int
     ) -> None:
-        self._engine = engine
+        self._fabric = fabric
         self._epoch = epoch
-        self._slots = SlotAllocator(first_slot, engine.config.slot_bits)
+        self._slots = SlotAllocator(first_slot, fabric.slot_bits)
         self._contexts = [list(range(1, context_rows)) for _ in range(dp)]
         self._awaiting: dict[str, Attempt] = {}
         self._by_slot: dict[int, Attempt] = {}
@@ -55,9 +60,13 @@ class Attempts:
         return sum(a.pages for a in self._awaiting.values())
 
     def open(
-        self, active: ActiveRequest, peer: PrefillPeer, expected: int, deadline: float
+        self,
+        active: ActiveRequest,
+        peer: PrefillPeer,
+        expected: tuple[int, ...],
+        deadline: float,
     ) -> Attempt:
-        """Take a slot and a context buffer for a request with leased pages, and arm the counter."""
+        """Take a slot and a context buffer for a request with leased pages."""
         assert active.lease is not None
         self._sequence += 1
         attempt = Attempt(
@@ -74,8 +83,11 @@ class Attempts:
         self._by_slot[attempt.slot] = attempt
         self._by_request[active.id] = attempt
         peer.outstanding += active.prompt_length
-        self._engine.arm(attempt.slot, expected)
         return attempt
+
+    def arm(self, attempt: Attempt, then: Callable[[str | None], None]) -> None:
+        """Arm the attempt's counters; `then` is told None when all of them wait, or why not."""
+        self._fabric.arm(attempt.slot, attempt.expected, then)
 
     def settle(self, attempt: Attempt) -> None:
         """The prefill is over: nobody waits for it any more."""
@@ -91,7 +103,7 @@ class Attempts:
         attempt = self._by_request.pop(active.id, None)
         if attempt is None:
             return  # a prompt of one token
-        self._engine.disarm(attempt.slot)
+        self._fabric.disarm(attempt.slot)
         self._slots.give(attempt.slot)
         del self._by_slot[attempt.slot]
         self._contexts[active.rank].append(attempt.context)
@@ -108,9 +120,9 @@ class Attempts:
         """The present attempt of a request; KeyError if it has none."""
         return self._by_request[active.id]
 
-    def seen(self, attempt: Attempt) -> int:
-        """Units that were counted on its slot."""
-        return self._engine.seen(attempt.slot)
+    def seen(self, attempt: Attempt) -> tuple[int, ...]:
+        """Units that were counted on its slot, by process."""
+        return self._fabric.seen(attempt.slot)
 
     def __iter__(self) -> Iterator[Attempt]:
         """The awaiting attempts, as they are now: they may end while they are gone through."""

@@ -9,10 +9,8 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import PeerLost, TransportError
 from ffi_transport.types import (
     CounterOvershoot,
@@ -27,10 +25,12 @@ from jaxdisagg.active import ActiveRequest
 from jaxdisagg.api import RequestError
 from jaxdisagg.attempts import Attempt, Attempts
 from jaxdisagg.decode_node import DecodeNode
+from jaxdisagg.group.decode_fabric import DecodeFabric
 from jaxdisagg.messages import MessageError, NodeHello
 from jaxdisagg.prefill_peers import PrefillPeer, PrefillPeers
 from jaxdisagg.prefiller import Prefiller
-from jaxdisagg.transfer_plan import plan
+from jaxdisagg.process_shares import ranks_of
+from jaxdisagg.transfer_plan import pages_for, plan
 
 log = logging.getLogger(__name__)
 
@@ -39,23 +39,26 @@ REVOKING_SHARE = 0.25
 
 
 class DecodeMessenger(Prefiller):
-    """Used on the node's loop alone, but for `on_events` and `refresh`, which only post to it."""
+    """Used on the node's loop alone, but for `refresh` of its peers, which only posts to it."""
 
-    def __init__(self, node: DecodeNode, engine: TransferEngine, hello: NodeHello) -> None:
+    def __init__(self, node: DecodeNode, fabric: DecodeFabric, hello: NodeHello) -> None:
         self._node = node
-        self._engine = engine
+        self._fabric = fabric
         self._hello = hello
         self._timeouts = node.node.timeouts
-        self.peers = PrefillPeers(node.node.id, engine, hello, self._timeouts.connect, node.post)
+        self.peers = PrefillPeers(node.node.id, fabric, hello, self._timeouts.connect, node.post)
         self._attempts = Attempts(
-            engine,
+            fabric,
             hello.epoch,
-            secrets.randbits(engine.config.slot_bits),
+            secrets.randbits(fabric.slot_bits),
             node.runner.dp,
             node.runner.cache.context_rows,
         )
         self._told: dict[str, ActiveRequest] = {}
+        self._leaving: dict[int, PrefillPeer] = {}
+        self._overshot: dict[int, list[tuple[ActiveRequest, RequestError]]] = {}
         self._page_writes = 0
+        fabric.attach(node.post, self._handle)
 
     # ---- Prefiller -----------------------------------------------------------------------------
 
@@ -82,15 +85,23 @@ class DecodeMessenger(Prefiller):
         return not awaiting or awaiting + pages <= total // 2
 
     def begin(self, active: ActiveRequest) -> None:
-        """Arm the counter, then send PREFILL to the peer with the fewest outstanding tokens."""
+        """Arm the counters, then send PREFILL to the peer with the fewest outstanding tokens."""
         now = time.monotonic()
         peer = self.peers.choose(active.prompt_length, now)
         assert active.lease is not None
         assert peer is not None
         seed = secrets.randbits(32)
         transfer_plan = plan(peer.hello.layout, self._hello.layout, seed)
-        expected = transfer_plan.expected_units(active.prompt_length, context=True)
-        pages = transfer_plan.pages_for(active.prompt_length)
+        processes = self._hello.process_count
+        expected = tuple(
+            transfer_plan.expected_units(
+                active.prompt_length,
+                context=True,
+                destination_ranks=ranks_of(self._hello.layout, active.rank, process, processes),
+            )
+            for process in range(processes)
+        )
+        pages = pages_for(active.prompt_length, self._hello.layout.page_size)
         deadline = now + self._timeouts.prefill
         attempt = self._attempts.open(active, peer, expected, deadline)
         active.context = attempt.context
@@ -101,7 +112,7 @@ class DecodeMessenger(Prefiller):
         message = messages.Prefill(
             request=attempt.id,
             slot=attempt.slot,
-            expected=(expected,),
+            expected=expected,
             tokens=messages.pack(active.request.prompt),
             pages=messages.pack(active.lease.pages[:pages]),
             dp_rank=active.rank,
@@ -109,26 +120,46 @@ class DecodeMessenger(Prefiller):
             deadline_ms=int(self._timeouts.prefill * 1000),
             context=attempt.context,
         )
+        self._attempts.arm(attempt, functools.partial(self._armed, attempt, message))
+
+    def _armed(self, attempt: Attempt, message: messages.Prefill, problem: str | None) -> None:
+        """Every counter waits (R4), so PREFILL may go out; or a process did not arm its own."""
+        if self._attempts.awaiting(attempt.id) is not attempt:
+            return  # it has ended meanwhile
+        if problem is not None:
+            self._attempts.settle(attempt)
+            self._node.fail_request(
+                attempt.active, RequestError(504, problem, code="prefill_failed")
+            )
+            return
+        attempt.sent = True
         try:
-            self._engine.send(peer.id, messages.encode(message))
+            self._fabric.send(attempt.peer.id, messages.encode(message))
         except PeerLost:
-            # Its loss comes as an event, after its endpoint was fenced, and ends all attempts.
-            log.debug("PREFILL %s found %s gone", attempt.id, peer.name)
+            # Its loss comes as an event, after its endpoints were fenced, and ends all attempts.
+            log.debug("PREFILL %s found %s gone", attempt.id, attempt.peer.name)
         except TransportError as error:  # it takes no messages any more: nothing was sent
-            self._fence(peer, str(error))
+            self._fence(attempt.peer, str(error))
 
     def cancel(self, active: ActiveRequest) -> None:
         """Ask for the end of the writes, again and again until the answer or the fence."""
         attempt = self._attempts.of_request(active)
         attempt.cancelled_at = time.monotonic()
-        self._send_cancel(attempt, attempt.cancelled_at)
+        if attempt.sent:
+            self._send_cancel(attempt, attempt.cancelled_at)
+        else:
+            self._attempts.settle(attempt)
+            self._node.prefill_over(active)
 
     def tick(self, now: float) -> bool:
         """Deadlines of prefills, resent CANCELs, fences, and new connections."""
+        self._fabric.tick(now)
         self.peers.tick(now)
         for attempt in self._attempts:
             if self._attempts.awaiting(attempt.id) is not attempt:
-                continue  # a fence ended it meanwhile
+                continue  # ended meanwhile
+            if attempt.peer.id in self._leaving:
+                continue  # its links are being closed in all processes, which ends it
             if attempt.cancelled_at is not None:
                 if now - attempt.cancelled_at >= self._patience(attempt):
                     self._fence(attempt.peer, "a CANCEL was not answered in time")
@@ -145,9 +176,10 @@ class DecodeMessenger(Prefiller):
             if a.cancelled_at is not None
             else a.deadline
             for a in self._attempts
+            if a.peer.id not in self._leaving
         ]
-        connect = self.peers.next_deadline()
-        return min([*times, *([] if connect is None else [connect])], default=None)
+        others = (self.peers.next_deadline(), self._fabric.next_deadline())
+        return min([*times, *(t for t in others if t is not None)], default=None)
 
     def close(self, reason: str) -> None:
         """Fence every peer, so that nothing is written into memory that may go away."""
@@ -157,15 +189,8 @@ class DecodeMessenger(Prefiller):
 
     # ---- events --------------------------------------------------------------------------------
 
-    def on_events(self, events: Sequence[Event]) -> None:
-        """Hand the engine's events to the loop."""
-        self._node.post(functools.partial(self._handle_all, events))
-
-    def _handle_all(self, events: Sequence[Event]) -> None:
-        for event in events:
-            self._handle(event, time.monotonic())
-
-    def _handle(self, event: Event, now: float) -> None:
+    def _handle(self, event: Event) -> None:
+        now = time.monotonic()
         match event:
             case CounterReached():
                 self._on_count(event.slot, event.count, now)
@@ -175,8 +200,10 @@ class DecodeMessenger(Prefiller):
                 self._receive(event.peer, event.payload, now)
             case PeerLostEvent():
                 peer = self.peers.lost(event.peer, event.reason)
+                peer = self._leaving.pop(event.peer, peer)
                 if peer is not None:
                     self._peer_gone(peer, event.reason)
+                    self._fail_overshot(peer)
             case PeerConnected():
                 self.peers.greeted(event)
             case _:
@@ -208,12 +235,18 @@ class DecodeMessenger(Prefiller):
             f"protocol error: {event.seen} page-writes were counted where {event.expected} were "
             "expected"
         )
-        self._fence(attempt.peer, reason)
-        if not attempt.active.life.over:
-            self._node.fail_request(
-                attempt.active,
-                RequestError(502, f"{attempt.peer.name}: {reason}", code="prefill_failed"),
-            )
+        error = RequestError(502, f"{attempt.peer.name}: {reason}", code="prefill_failed")
+        # However the request ends now, its pages are kept until nothing can write them.
+        self._node.hold(attempt.active)
+        self._overshot.setdefault(attempt.peer.id, []).append((attempt.active, error))
+        if not self._fence(attempt.peer, reason):
+            self._fail_overshot(attempt.peer)
+
+    def _fail_overshot(self, peer: PrefillPeer) -> None:
+        for active, error in self._overshot.pop(peer.id, ()):
+            self._node.let_go(active)
+            if not active.life.over:
+                self._node.fail_request(active, error)
 
     def _receive(self, peer_id: int, payload: bytes, now: float) -> None:
         try:
@@ -228,8 +261,8 @@ class DecodeMessenger(Prefiller):
             log.error("%s is no message for a decode node", type(message).__name__)
             return
         attempt = self._attempts.awaiting(message.request)
-        if attempt is None or attempt.peer.id != peer_id:
-            return  # the answer to a resent CANCEL
+        if attempt is None or attempt.peer.id != peer_id or peer_id in self._leaving:
+            return  # the answer to a resent CANCEL, or what a fence will end
         self._attempts.settle(attempt)
         if attempt.cancelled_at is not None:
             self._node.prefill_over(attempt.active)
@@ -266,7 +299,13 @@ class DecodeMessenger(Prefiller):
         self._attempts.release(active)
 
     def _arrived(self, attempt: Attempt) -> str:
-        return f"{self._attempts.seen(attempt)} of {attempt.expected} page-writes had arrived"
+        seen = self._attempts.seen(attempt)
+        text = f"{sum(seen)} of {sum(attempt.expected)} page-writes had arrived"
+        if len(seen) == 1:
+            return text
+        each = zip(seen, attempt.expected, strict=True)
+        shares = (f"{n} of {total} in process {i}" for i, (n, total) in enumerate(each) if total)
+        return f"{text}, {', '.join(shares)}"
 
     def _late(self, attempt: Attempt) -> RequestError:
         waited = time.monotonic() - (attempt.active.sent_at or 0.0)
@@ -278,7 +317,7 @@ class DecodeMessenger(Prefiller):
         )
 
     def _peer_gone(self, peer: PrefillPeer, reason: str) -> None:
-        """The peer's data endpoint is closed: every attempt with it is over."""
+        """The peer's data endpoints are closed: every attempt with it is over."""
         for attempt in [a for a in self._attempts if a.peer is peer]:
             arrived = self._arrived(attempt)
             self._attempts.settle(attempt)
@@ -294,14 +333,16 @@ class DecodeMessenger(Prefiller):
                 ),
             )
 
-    def _fence(self, peer: PrefillPeer, reason: str) -> None:
+    def _fence(self, peer: PrefillPeer, reason: str) -> bool:
+        """Close a peer's links in all processes; its PeerLostEvent comes once they are closed.
+
+        Until then its attempts hold what they have. False if it is gone already.
+        """
         log.warning("fencing prefill node %s: %s", peer.name, reason)
-        try:
-            self._engine.fence(peer.id)
-        except TransportError as error:
-            log.debug("fence of %s: %s", peer.name, error)
-        self.peers.lost(peer.id, reason)
-        self._peer_gone(peer, reason)
+        if self.peers.lost(peer.id, reason) is not None:
+            self._leaving[peer.id] = peer
+            self._fabric.fence(peer.id, reason)
+        return peer.id in self._leaving
 
     def _patience(self, attempt: Attempt) -> float:
         """Seconds that a CANCEL may stay unanswered before its peer is fenced.
@@ -316,7 +357,7 @@ class DecodeMessenger(Prefiller):
     def _send_cancel(self, attempt: Attempt, now: float) -> None:
         attempt.resend_at = now + self._timeouts.cancel_resend
         try:
-            self._engine.send(attempt.peer.id, messages.encode(messages.Cancel(attempt.id)))
+            self._fabric.send(attempt.peer.id, messages.encode(messages.Cancel(attempt.id)))
         except TransportError as error:  # resent, or ended by the fence
             log.debug("CANCEL to %s was not sent: %s", attempt.peer.name, error)
 
@@ -328,12 +369,12 @@ class DecodeMessenger(Prefiller):
                 {
                     "request": a.active.id,
                     "prefill_node": a.peer.name,
-                    "expected": a.expected,
-                    "seen": self._attempts.seen(a),
+                    "expected": list(a.expected),
+                    "seen": list(self._attempts.seen(a)),
                     "cancelled": a.cancelled_at is not None,
                 }
                 for a in self._attempts
             ],
             "page_writes": self._page_writes,
-            "fabric": {"provider": self._engine.provider, **self._engine.counters()},
+            "fabric": self._fabric.state(),
         }

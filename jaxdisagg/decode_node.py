@@ -200,6 +200,16 @@ class DecodeNode(StepLoop):
         """A CANCELLING request's pages cannot be written any more."""
         self._end(active, DecodeState.FAILED if active.failed else DecodeState.CANCELLED)
 
+    def hold(self, active: ActiveRequest) -> None:
+        """Something may still write its pages: keep them, however it ends, until `let_go`."""
+        active.held = True
+
+    def let_go(self, active: ActiveRequest) -> None:
+        """Nothing can write its pages any more; if it has ended they go back."""
+        active.held = False
+        if active.life.over and active.lease is not None and active not in self._release_later:
+            self._release(active)
+
     def requeue(self, active: ActiveRequest) -> None:
         """The prefill node was busy and wrote nothing: take new pages and a new slot later."""
         self._release(active)
@@ -227,6 +237,8 @@ class DecodeNode(StepLoop):
             self._release(active)
 
     def _release(self, active: ActiveRequest) -> None:
+        if active.held:
+            return
         assert active.lease is not None
         assert self.prefiller is not None
         pool = self.pools[active.rank]

@@ -4,7 +4,6 @@ It checks what decode nodes ask, turns each step's chunks into native page plans
 dispatched, and answers every request with exactly one terminal word (or its count of writes).
 """
 
-import functools
 import logging
 import time
 from collections import OrderedDict
@@ -12,23 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import PeerLost, TransportError
 from ffi_transport.types import (
     Event,
     MessageReceived,
     PeerConnected,
     PeerLostEvent,
-    PlanWrite,
     TransferEnded,
     TriggerFault,
 )
 from jaxdisagg import messages
-from jaxdisagg.cache import PagedCache
-from jaxdisagg.messages import MessageError, NodeHello
-from jaxdisagg.registration import RemoteCache
+from jaxdisagg.group.prefill_fabric import PrefillFabric
+from jaxdisagg.messages import MemberHello, MessageError, NodeHello
+from jaxdisagg.process_shares import ranks_of
 from jaxdisagg.scheduler import PrefillStep
-from jaxdisagg.step_plans import PlannedRequest, StepPlanner
+from jaxdisagg.step_plans import PlannedRequest
 from jaxdisagg.transfer_plan import plan
 
 if TYPE_CHECKING:
@@ -45,19 +42,15 @@ class DecodePeer:
 
     name: str
     hello: NodeHello
-    remote: RemoteCache
 
 
 class PrefillMessenger:
-    """Used on the node's loop alone, but for `on_events`, which the event pump calls."""
+    """Used on the node's loop alone."""
 
-    def __init__(
-        self, engine: TransferEngine, hello: NodeHello, cache: PagedCache, vocab_size: int
-    ) -> None:
-        self._engine = engine
+    def __init__(self, fabric: PrefillFabric, hello: NodeHello, vocab_size: int) -> None:
+        self._fabric = fabric
         self._vocab_size = vocab_size
         self._hello = hello
-        self._planner = StepPlanner(hello.layout, cache)
         self._peers: dict[int, DecodePeer] = {}
         self._refused: dict[int, str] = {}
         self._transfers: dict[int, PrefillRequest] = {}
@@ -68,6 +61,7 @@ class PrefillMessenger:
     def attach(self, node: "PrefillNode") -> None:
         """The node whose requests these are; before the first event."""
         self._node = node
+        self._fabric.attach(node.post, self._handle)
 
     @property
     def node(self) -> "PrefillNode":
@@ -77,15 +71,8 @@ class PrefillMessenger:
 
     # ---- events ------------------------------------------------------------------------------
 
-    def on_events(self, events: Sequence[Event]) -> None:
-        """Hand the engine's events to the loop."""
-        self.node.post(functools.partial(self._handle_all, events))
-
-    def _handle_all(self, events: Sequence[Event]) -> None:
-        for event in events:
-            self._handle(event, time.monotonic())
-
-    def _handle(self, event: Event, now: float) -> None:
+    def _handle(self, event: Event) -> None:
+        now = time.monotonic()
         match event:
             case PeerConnected():
                 self._greet(event)
@@ -112,20 +99,23 @@ class PrefillMessenger:
                 log.warning("unexpected event on a prefill node: %s", event)
 
     def _greet(self, event: PeerConnected) -> None:
-        problems: list[str]
+        name = event.address
         try:
-            theirs = messages.decode_hello(event.hello)
+            theirs = messages.decode_greeting(event.hello)
+            if isinstance(theirs, MemberHello):
+                self._fabric.member(0, event.peer, theirs.node, theirs.epoch, theirs.process)
+                return
+            name = theirs.node
             problems = messages.compatibility(self._hello, theirs)
-            remote = None if problems else RemoteCache(theirs)
+            if not problems:
+                self._fabric.know(event.peer, theirs, event.hello)
+                self._peers[event.peer] = DecodePeer(name, theirs)
+                log.info("decode node %s connected", name)
+                return
         except ValueError as error:
-            theirs, remote, problems = None, None, [str(error)]
-        name = theirs.node if theirs is not None else event.address
-        if theirs is None or remote is None:
-            self._refused[event.peer] = f"{name}: {'; '.join(problems)}"
-            log.error("refused decode node %s: %s", name, "; ".join(problems))
-            return
-        self._peers[event.peer] = DecodePeer(name, theirs, remote)
-        log.info("decode node %s connected", name)
+            problems = [str(error)]
+        self._refused[event.peer] = f"{name}: {'; '.join(problems)}"
+        log.error("refused decode node %s: %s", name, "; ".join(problems))
 
     def _receive(self, peer: int, payload: bytes, now: float) -> None:
         try:
@@ -153,7 +143,7 @@ class PrefillMessenger:
         if problem is not None:
             self.report_failure(peer, message.request, "refused", problem)
             return
-        busy = self.node.accept(message, peer, now)
+        busy = self._fabric.missing(peer) or self.node.accept(message, peer, now)
         if busy is not None:
             self._send(peer, messages.Busy(message.request, busy))
 
@@ -168,12 +158,23 @@ class PrefillMessenger:
         highest = int(messages.unpack(message.tokens).max())
         if highest >= self._vocab_size:
             return f"tokens: {highest}, the model has token ids below {self._vocab_size}"
-        expected = plan(self._hello.layout, known.hello.layout, message.seed).expected_units(
-            message.prompt_length, context=message.context is not None
-        )
-        if message.expected != (expected,):
-            return f"expected: {message.expected} there, {(expected,)} by {self._hello.node}"
+        expected = self._expected(known.hello, message)
+        if message.expected != expected:
+            return f"expected: {message.expected} there, {expected} by {self._hello.node}"
         return None
+
+    def _expected(self, theirs: NodeHello, message: messages.Prefill) -> tuple[int, ...]:
+        """How many units each process of the decode node will count (R3)."""
+        moves = plan(self._hello.layout, theirs.layout, message.seed)
+        processes = theirs.process_count
+        return tuple(
+            moves.expected_units(
+                message.prompt_length,
+                context=message.context is not None,
+                destination_ranks=ranks_of(theirs.layout, message.dp_rank, process, processes),
+            )
+            for process in range(processes)
+        )
 
     def _on_cancel(self, peer: int, request_id: str) -> None:
         if self.node.owner(request_id) == peer:
@@ -189,7 +190,9 @@ class PrefillMessenger:
     def open_transfer(self, request: "PrefillRequest") -> int | None:
         """All the writes of one request; None if its decode node is gone."""
         try:
-            transfer = self._engine.open_transfer(request.peer, request.message.slot)
+            transfer = self._fabric.open_transfer(
+                request.peer, request.message.slot, _planned(request)
+            )
         except PeerLost as error:
             log.debug("request %s: %s", request.id, error)
             return None
@@ -197,16 +200,13 @@ class PrefillMessenger:
         return transfer
 
     def fence(self, peer: int, reason: str) -> None:
-        """Close a peer's data endpoint: its transfers end, and then it counts as lost."""
+        """Close a peer's links in all processes: its transfers end, and then it counts as lost."""
         log.warning("fencing peer %d: %s", peer, reason)
-        try:
-            self._engine.fence(peer)
-        except TransportError as error:
-            log.debug("fence of peer %d: %s", peer, error)
+        self._fabric.fence(peer, reason)
 
     def cancel_transfer(self, transfer: int) -> None:
         """Post nothing more; the transfer ends when what was posted has drained."""
-        self._engine.cancel_transfer(transfer)
+        self._fabric.cancel_transfer(transfer)
 
     def announce_step(
         self, number: int, step: PrefillStep, requests: Sequence["PrefillRequest"]
@@ -216,24 +216,18 @@ class PrefillMessenger:
         Only pages that the chunk completes are sent, a partly filled last one with the last chunk,
         so every byte is sent once.
         """
-        writes: list[PlanWrite] = []
-        for chunk, request in zip(step.chunks, requests, strict=True):
-            peer = self._peers.get(request.peer)
-            if peer is not None and request.transfer is not None:
-                writes += self._planner.writes_of(
-                    _planned(request), chunk.begin, chunk.end, peer.remote, {0: request.transfer}
-                )
+        chunks = [
+            (request.transfer, chunk.begin, chunk.end)
+            for chunk, request in zip(step.chunks, requests, strict=True)
+            if request.transfer is not None
+        ]
         try:
-            self._engine.add_plan(number, self._planner.ordinals, self._planner.layers, writes)
+            self._fabric.file_step(number, chunks)
         except (ValueError, TransportError) as error:
             # The step runs without a plan; the requests in it fail, the node does not.
             log.exception("no plan for step %d", number)
             for request in requests:
                 self.node.fail_request(request, "plan", str(error))
-            return
-        for chunk, request in zip(step.chunks, requests, strict=True):
-            if chunk.last and request.transfer is not None:
-                self._engine.seal(request.transfer)
 
     # ---- answers -----------------------------------------------------------------------------
 
@@ -261,22 +255,29 @@ class PrefillMessenger:
 
     def _send(self, peer: int, message: messages.Message) -> None:
         try:
-            self._engine.send(peer, messages.encode(message))
+            self._fabric.send(peer, messages.encode(message))
         except TransportError as error:
             log.debug("%s to peer %d was not sent: %s", type(message).__name__, peer, error)
 
     def close(self, reason: str) -> None:
         """Fence every peer: nothing of this node's memory is read for them any more."""
-        for peer in list(self._peers):
-            self.fence(peer, reason)
+        self._fabric.close(reason)
+
+    def tick(self, now: float) -> None:
+        """What is due. Raises RuntimeError if a process did not fence a peer in time."""
+        self._fabric.tick(now)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do by itself."""
+        return self._fabric.next_deadline()
 
     def state(self) -> dict[str, Any]:
         """Its part of /debug/state."""
         return {
             "peers": {str(k): p.name for k, p in list(self._peers.items())},
-            "refused": list(self._refused.values()),
+            "refused": [*self._refused.values(), *self._fabric.turned_away],
             "page_writes": self._page_writes,
-            "fabric": {"provider": self._engine.provider, **self._engine.counters()},
+            "fabric": self._fabric.state(),
         }
 
 

@@ -22,6 +22,7 @@ from jaxdisagg.prefill_messenger import PrefillMessenger
 from jaxdisagg.request import Life, PrefillState, prefill_life
 from jaxdisagg.runner import ModelRunner, PrefillResult
 from jaxdisagg.scheduler import PrefillJob, PrefillScheduler
+from jaxdisagg.transfer_plan import pages_for
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class PrefillNode(StepLoop):
         limit = self.node.batch.max_model_len
         if message.prompt_length > limit:
             return f"tokens: {message.prompt_length}, max_model_len is {limit} at {self.node.id}"
-        need, most = len(message.page_ids()), self.pools[0].counts().total
+        need, most = self._source_pages(message), self.pools[0].counts().total
         if need > most:
             return f"the prompt needs {need} source pages, {self.node.id} has {most}"
         return None
@@ -175,13 +176,17 @@ class PrefillNode(StepLoop):
         else:
             self.messenger.report_failure(request.peer, request.id, code, reason)
 
+    def _source_pages(self, message: Prefill) -> int:
+        """By this node's page size; the destination pages in the message are of the peer's."""
+        return pages_for(message.prompt_length, self.node.cache.page_size)
+
     def _admit(self, now: float) -> None:
         """Lease all source pages and a context row for requests in order, while they last."""
         while self._queue:
             request = self._queue[0]
             rank = max(range(self.runner.dp), key=lambda r: self.pools[r].counts().free)
-            pages = request.message.page_ids()
-            lease = self.pools[rank].lease(len(pages)) if self._contexts[rank] else None
+            pages = self._source_pages(request.message)
+            lease = self.pools[rank].lease(pages) if self._contexts[rank] else None
             if lease is None:
                 return
             self._queue.popleft()
@@ -213,6 +218,7 @@ class PrefillNode(StepLoop):
 
     def tick(self, now: float) -> bool:
         """Announce and dispatch one step; wait for the oldest when enough are in flight."""
+        self.messenger.tick(now)
         self._expire(now)
         self._admit(now)
         step = self._scheduler.next_step()
@@ -244,8 +250,10 @@ class PrefillNode(StepLoop):
                 request.computed = now
 
     def next_deadline(self) -> float | None:
-        """The first deadline of an open request."""
-        return min((r.deadline for r in self._requests.values()), default=None)
+        """The first deadline of an open request, or of the messenger's."""
+        times = [r.deadline for r in self._requests.values()]
+        other = self.messenger.next_deadline()
+        return min([*times, *([] if other is None else [other])], default=None)
 
     def on_failure(self, reason: str) -> None:
         """A failed step may have unmapped the cache: fence all peers before anything else (R19)."""

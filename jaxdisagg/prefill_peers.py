@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import TransportError
 from ffi_transport.types import PeerConnected
 from jaxdisagg import messages
+from jaxdisagg.group.decode_fabric import DecodeFabric
+from jaxdisagg.group.node_fabric import Pair
 from jaxdisagg.messages import NodeHello
 from jaxdisagg.transfer_plan import pages_for
 
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
 REFUSED_RETRY_SECONDS = 10.0
+LEAST_SECONDS = 0.5
+"""For the links of a node whose leader took most of the time to answer."""
 
 
 @dataclass(eq=False)
@@ -68,13 +71,13 @@ class PrefillPeers:
     def __init__(
         self,
         me: str,
-        engine: TransferEngine,
+        fabric: DecodeFabric,
         hello: NodeHello,
         timeout: float,
         post: Callable[[Callable[[], None]], None],
     ) -> None:
         self._me = me
-        self._engine = engine
+        self._fabric = fabric
         self._hello = hello
         self._timeout = timeout
         self._post = post
@@ -119,21 +122,24 @@ class PrefillPeers:
 
     def _connect(self, known: _Known) -> None:
         """In a thread of its own, since it waits; whatever happens, the loop hears of it."""
+        deadline = time.monotonic() + self._timeout
         try:
-            peer_id = self._engine.connect(known.address, self._timeout)
-            theirs = messages.decode_hello(self._engine.peer_hello(peer_id))
+            peer_id = self._fabric.connect(known.address, self._timeout)
+            theirs = messages.decode_hello(self._fabric.peer_hello(peer_id))
             problems = messages.compatibility(self._hello, theirs)
             if problems:
-                self._engine.disconnect(peer_id)
+                self._fabric.disconnect(peer_id)
                 reason = f"refused: {'; '.join(problems)}"
                 self._post(
                     functools.partial(self._not_connected, known, reason, REFUSED_RETRY_SECONDS)
                 )
                 return
+            left = max(deadline - time.monotonic(), LEAST_SECONDS)
+            links = self._fabric.link(peer_id, known.address, theirs, left)
         except (TransportError, ValueError, OSError) as error:
             self._post(functools.partial(self._not_connected, known, str(error), RETRY_SECONDS))
             return
-        self._post(functools.partial(self._connected, known, peer_id, theirs))
+        self._post(functools.partial(self._connected, known, peer_id, theirs, links))
 
     def _not_connected(self, known: _Known, reason: str, pause: float) -> None:
         if known.problem != reason:
@@ -143,10 +149,12 @@ class PrefillPeers:
         known.retry_at = time.monotonic() + pause
         self._forget_if_gone(known)
 
-    def _connected(self, known: _Known, peer_id: int, theirs: NodeHello) -> None:
+    def _connected(
+        self, known: _Known, peer_id: int, theirs: NodeHello, links: dict[Pair, int]
+    ) -> None:
         try:
             # The loss of this peer may have been told before it was known here.
-            self._engine.peer_hello(peer_id)
+            self._fabric.admit(peer_id, theirs, links)
         except TransportError as error:
             self._not_connected(known, str(error), RETRY_SECONDS)
             return

@@ -10,6 +10,7 @@ from nodes import CHUNK, PAGE, Pair, generate_all, timing_of, wait_until
 
 from jaxdisagg.api import GenerationRequest, RequestError, SamplingParams
 from jaxdisagg.config import BatchConfig, CacheConfig, Timeouts
+from jaxdisagg.registration import RemoteCache
 from jaxdisagg.transfer_plan import pages_for
 
 LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 1)
@@ -162,11 +163,12 @@ def test_a_write_that_comes_twice_fails_its_request_and_fences_the_writer(golden
         node, messenger = pair.decode.node, pair.decode.messenger
         (peer,) = pair.prefill.node.messenger._peers
         region = pair.prefill.engine.register_memory(*scratch(pair.prefill.runner.cache))
-        remote = pair.prefill.node.messenger._peers[peer].remote.layers(0, 0)[0]
+        hello = pair.prefill.node.messenger._peers[peer].hello
+        remote = RemoteCache(hello).layers(0, 0)[0]
 
         def write_again():
             (attempt,) = messenger._attempts._by_request.values()
-            count = attempt.expected + 1 if when == "awaiting" else 1
+            count = attempt.expected[0] + 1 if when == "awaiting" else 1
             transfer = pair.prefill.engine.open_transfer(peer, attempt.slot)
             for _ in range(count):
                 pair.prefill.engine.write(transfer, region, 0, remote, 0, 16)

@@ -1,4 +1,4 @@
-"""Connecting, refusing, choosing and losing prefill nodes, with an engine that does as told."""
+"""Connecting, refusing, choosing and losing prefill nodes, with a fabric that does as told."""
 
 import time
 from collections import deque
@@ -18,12 +18,13 @@ def hello(role="prefill", name="p0", **more):
     return NodeHello(role=role, node=name, epoch=1, layout=layout, **values)
 
 
-class FakeEngine:
-    """Answers `connect` from a script: address -> hello, or an exception."""
+class FakeFabric:
+    """Answers `connect` from a script: address -> hello, or an exception; `link` likewise."""
 
     def __init__(self):
         self.answers = {}
         self.lost = set()
+        self.links = {}
         self.connects = []
         self.disconnected = []
         self._hellos = {}
@@ -42,6 +43,16 @@ class FakeEngine:
             raise PeerLost("gone")
         return self._hellos[peer]
 
+    def link(self, peer, address, hello, timeout):
+        answer = self.links.get(address, {(0, 0): peer})
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def admit(self, peer, hello, links):
+        assert links == {(0, 0): peer}
+        self.peer_hello(peer)
+
     def disconnect(self, peer):
         self.disconnected.append(peer)
 
@@ -49,7 +60,7 @@ class FakeEngine:
 @pytest.fixture
 def world():
     """(peers, engine, run): `run` executes what was posted to the loop."""
-    engine = FakeEngine()
+    engine = FakeFabric()
     calls = deque()
     peers = PrefillPeers("d0", engine, hello("decode", "d0"), 1.0, calls.append)
 
@@ -93,12 +104,16 @@ def test_a_node_that_does_not_fit_is_refused_by_field_and_let_go(world):
 @pytest.mark.parametrize(
     "answer", [TransferTimeout("nobody answers"), ValueError("'a:1' is no address"), OSError("odd")]
 )
-def test_a_failed_connection_is_told_and_tried_again(world, answer):
+@pytest.mark.parametrize("where", ["answers", "links"])
+def test_a_failed_connection_is_told_and_tried_again(world, answer, where):
+    """To its first process, or to one of the others."""
     peers, engine, run = world
-    engine.answers["a:1"] = answer
+    engine.answers["a:1"] = hello()
+    getattr(engine, where)["a:1"] = answer
     peers.refresh([("a:1", 0)])
     run(settled(peers, str(answer)))
     engine.answers["a:1"] = hello()
+    engine.links.clear()
     peers.tick(time.monotonic() + 2)
     run(lambda: peers.missing() is None)
 

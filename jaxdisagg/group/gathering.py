@@ -1,0 +1,41 @@
+"""What the leader of a node announces for all of its processes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxdisagg.group.fabric_messages import Registered
+from jaxdisagg.group.node_fabric import Group
+from jaxdisagg.messages import ContextBuffers, Region
+
+REGISTER_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Regions by device and layer, context buffers by device, all processes' control addresses.
+
+    `processes` is empty for a node of one process.
+    """
+
+    regions: tuple[tuple[Region, ...], ...]
+    contexts: tuple[ContextBuffers, ...]
+    processes: tuple[str, ...]
+
+
+def gather(
+    group: Group,
+    address: str,
+    regions: Sequence[tuple[Region, ...]],
+    contexts: Sequence[ContextBuffers],
+) -> Memory:
+    """The node's memory, from what the leader registered and what its followers say.
+
+    Raises what `group.collect` does, naming the processes that have not registered in time.
+    """
+    found = group.collect(Registered, REGISTER_SECONDS)
+    words = [found[process] for process in range(1, group.size)]
+    return Memory(
+        regions=(*regions, *(row for word in words for row in word.regions)),
+        contexts=(*contexts, *(buffers for word in words for buffers in word.contexts)),
+        processes=(address, *(word.address for word in words)) if words else (),
+    )
