@@ -32,6 +32,9 @@ Pages = NDArray[np.uint32]
 Way = Callable[[int, Pages, Pages], float]
 """Moves pages of a size from source to destination indices; returns the seconds that it took."""
 
+Place = Callable[[], AbstractContextManager[None]]
+"""Enters where a side's sockets and processes are to be made, such as a network namespace."""
+
 
 class Bench:
     """The sending side in this process, the receiving one in a child. A context manager.
@@ -48,30 +51,31 @@ class Bench:
         buffer_bytes: int,
         *,
         streams: int = 1,
-        sender_place: AbstractContextManager[None] | None = None,
-        receiver_place: AbstractContextManager[None] | None = None,
+        sender_place: Place = nullcontext,
+        receiver_place: Place = nullcontext,
     ) -> None:
         self._stack = ExitStack()
         with self._stack:
             self._stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             sender.pin()
-            with sender_place or nullcontext():
+            with sender_place():
                 self.engine = self._stack.enter_context(sender.engine())
             self.memory, self.other = allocate(buffer_bytes), allocate(buffer_bytes)
             self.region: MemoryRegion = self.engine.register_memory(
                 self.memory.ctypes.data, self.memory.nbytes
             )
-            with receiver_place or nullcontext():
+            with receiver_place():
                 self.child = self._start(receiver, buffer_bytes, streams)
             hello = self._read()
             self.remote = RemoteRegion(base64.b64decode(hello["descriptor"]), buffer_bytes)
-            with sender_place or nullcontext():
+            with sender_place():
                 self.streams = [
                     self._stack.enter_context(_stream(host, tuple(address)))
                     for host, address in zip(
                         sender.stream_addresses(streams), hello["streams"], strict=True
                     )
                 ]
+            self.received_units: tuple[int, ...] = ()  # at each of the receiver's domains, so far
             self.peer = self.engine.connect(hello["address"], WAIT_SECONDS)
             self._stack = self._stack.pop_all()
 
@@ -122,7 +126,7 @@ class Bench:
         self.engine.seal(transfer)
         wait_for(self.engine, TransferEnded)
         seconds = time.perf_counter() - begin
-        self._tell(op="reached")
+        self.received_units = tuple(self._tell(op="reached")["units"])
         return seconds
 
     def raw_tcp(self, page: int, source: Pages, destination: Pages) -> float:

@@ -152,7 +152,7 @@ def receive(side: Side, buffer_bytes: int, streams: int) -> None:
             elif command["op"] == "reached":
                 wait_for(engine, CounterReached)
                 engine.disarm(SLOT)
-                say()
+                say(units=[domain["units_counted"] for domain in engine.domain_counters()])
             else:
                 say()
                 size, counts = command["page_bytes"], command["pages"]
