@@ -344,14 +344,15 @@ def compatibility(mine: NodeHello, theirs: NodeHello) -> list[str]:
     compare("mtp", *("on" if node.mtp else "off" for node in (mine, theirs)))
     compare("kind", mine.layout.kind, theirs.layout.kind)
     compare("layers", *(node.layout.layers - node.mtp for node in (mine, theirs)))
-    for name in ("kv_heads", "head_dim", "page_size", "itemsize"):
+    for name in ("kv_heads", "head_dim", "itemsize"):
         compare(name.replace("_", " "), getattr(mine.layout, name), getattr(theirs.layout, name))
     if mine.role == theirs.role:
         problems.append(f"role: {mine.node} and {theirs.node} are both {mine.role} nodes")
     context_bytes = [{c.buffer_bytes for c in node.contexts} for node in (mine, theirs)]
     compare("context bytes", *(sorted(sizes) or "no buffers" for sizes in context_bytes))
-    try:  # only what the plan alone decides (tp, dp): the other fields are compared above
-        other = dataclasses.replace(mine.layout, tp=theirs.layout.tp, dp=theirs.layout.dp)
+    try:  # only what the plan alone decides: the other fields are compared above
+        free = {name: getattr(theirs.layout, name) for name in ("page_size", "tp", "dp")}
+        other = dataclasses.replace(mine.layout, **free)
         source, target = (mine.layout, other) if mine.role == "prefill" else (other, mine.layout)
         plan(source, target)
     except ValueError as error:

@@ -1,38 +1,21 @@
 """What the triggers of a step post: a step's chunks as native page plans (M7, R1).
 
-Only pages that a chunk completes are sent, a partly filled last one with the last chunk, so every
-byte is sent once. The context follows the last chunk, one more unit for each device that decodes.
+Only pages (or, where the two sides' pages differ in size, spans) that a chunk completes are sent, a
+partly filled last one with the last chunk, so every byte is sent once. The context follows the last
+chunk, one more unit for each device that decodes.
 """
 
 from collections.abc import Mapping
 
-import msgspec
 import numpy as np
 
 from ffi_transport.types import PageUnit, PlanWrite
 from jaxdisagg.cache import PagedCache
 from jaxdisagg.messages import unpack
+from jaxdisagg.planned_request import PlannedRequest
 from jaxdisagg.process_shares import process_of
 from jaxdisagg.registration import RemoteCache
 from jaxdisagg.transfer_plan import CacheLayout, TransferPlan, plan
-
-
-class PlannedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """What a request's writes follow from, beside its chunks; each process of the node gets it.
-
-    It lies on dp rank `rank` here and `dp_rank` there, and `total` of its rows are sent. Pages are
-    packed uint32 in the order of the tokens. `context_row` is its row of the context buffer here,
-    `context` the buffer lent to it there, if it wants one.
-    """
-
-    rank: int
-    dp_rank: int
-    seed: int
-    total: int
-    source_pages: bytes
-    destination_pages: bytes
-    context_row: int
-    context: int | None
 
 
 class StepPlanner:
@@ -62,8 +45,7 @@ class StepPlanner:
         none, nothing is left to write.
         """
         transfer_plan = plan(self._layout, remote.hello.layout, request.seed)
-        pages = transfer_plan.chunk_pages(begin, end, request.total)
-        writes = self._pages(transfer_plan, request, remote, transfers, pages) if pages else []
+        writes = self._pages(transfer_plan, request, remote, transfers, begin, end)
         if end == request.total and request.context is not None:
             writes += self._contexts(transfer_plan, request, remote, transfers, request.context)
         return writes
@@ -90,34 +72,40 @@ class StepPlanner:
         request: PlannedRequest,
         remote: RemoteCache,
         transfers: Mapping[int, int],
-        pages: range,
+        begin: int,
+        end: int,
     ) -> list[PlanWrite]:
         source, destination = transfer_plan.source, transfer_plan.destination
-        source_pages = unpack(request.source_pages)[pages.start : pages.stop]
-        destination_pages = unpack(request.destination_pages)[pages.start : pages.stop]
+        pages = unpack(request.source_pages), unpack(request.destination_pages)
+        spans = transfer_plan.spans
         writes = []
-        for unit in transfer_plan.units:
-            way = self._way(request, remote, transfers, unit.source_rank, unit.destination_rank)
-            if way is None:
+        for span, units in zip(spans.spans, transfer_plan.units_by_span, strict=True):
+            periods = spans.completed(span, begin, end, request.total)
+            if not periods:
                 continue
-            ordinal, transfer = way
-            write = PlanWrite(
-                transfer=transfer,
-                ordinal=ordinal,
-                first_layer=0,
-                layers=source.layers,
-                source_pages=source_pages,
-                destination_pages=destination_pages,
-                unit=PageUnit(
-                    source_page_bytes=source.shard_bytes,
-                    source_offset=unit.source_offset,
-                    destination_page_bytes=destination.shard_bytes,
-                    destination_offset=unit.destination_offset,
-                    length=unit.length,
-                ),
-                remotes=remote.layers(request.dp_rank, unit.destination_rank),
-            )
-            writes.append(write)
+            source_pages, destination_pages = spans.pages_of(span, periods, *pages)
+            for unit in units:
+                way = self._way(request, remote, transfers, unit.source_rank, unit.destination_rank)
+                if way is None:
+                    continue
+                ordinal, transfer = way
+                write = PlanWrite(
+                    transfer=transfer,
+                    ordinal=ordinal,
+                    first_layer=0,
+                    layers=source.layers,
+                    source_pages=source_pages,
+                    destination_pages=destination_pages,
+                    unit=PageUnit(
+                        source_page_bytes=source.shard_bytes,
+                        source_offset=unit.source_offset,
+                        destination_page_bytes=destination.shard_bytes,
+                        destination_offset=unit.destination_offset,
+                        length=unit.length,
+                    ),
+                    remotes=remote.layers(request.dp_rank, unit.destination_rank),
+                )
+                writes.append(write)
         return writes
 
     def _contexts(

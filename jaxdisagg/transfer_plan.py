@@ -1,126 +1,40 @@
 """Who writes which bytes where: a pure function of two cache layouts that both sides call.
 
-The unit of counting is one (destination rank, layer, page, part), and one more for each
-destination rank's context buffer, so the number that the decoder expects depends on the layouts and
-the prompt's length alone, never on how writes are packed or on which replica sends.
+The unit of counting is one (destination rank, layer, span of tokens, part), a span being a page
+where both sides' pages are of one size, and one more for each destination rank's context buffer. So
+the number that the decoder expects depends on the layouts and the prompt's length alone, never on
+how writes are packed or on which replica sends.
 A request lives on one dp rank of each side; `rank` here is the tp rank within it, and
 `layout.ordinal(dp_rank, rank)` the device's place in the node. No jax: NumPy only for the check.
 """
 
+import functools
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
+from jaxdisagg.cache_layout import CacheLayout
+from jaxdisagg.page_spans import PageSpans, page_spans
+from jaxdisagg.page_spans import chunk_pages as chunk_pages
+from jaxdisagg.page_spans import pages_for as pages_for
+
 MAX_UNIT_BYTES = 1 << 20
-"""A page shard longer than this is listed as several units: no write is longer."""
+"""A run of bytes longer than this is listed as several units: no write is longer."""
 
-MAX_DEVICES = 4096
-"""No node has more: a peer's HELLO must not make a plan too long to be listed."""
-
-
-@dataclass(frozen=True)
-class CacheLayout:
-    """How a node's paged cache lies in its devices' memory, per layer and page.
-
-    gqa: `[pages, kv_heads, 2, page_size, head_dim]` (heads before K/V before tokens) with
-    kv_heads sharded: tp = kv * rep, kv = min(tp, kv_heads); rank r holds shard r // rep, so with
-    tp > kv_heads neighbours hold copies. mla: `[pages, page_size, head_dim]`, head_dim being
-    latent + rope dims, kv_heads 1, a copy on every rank. Sizes in elements; itemsize in bytes.
-
-    Raises ValueError naming the field for a layout that cannot exist.
-    """
-
-    kind: Literal["gqa", "mla"]
-    layers: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    itemsize: int
-    tp: int
-    dp: int = 1
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("gqa", "mla"):
-            raise ValueError(f"kind: {self.kind!r}, must be 'gqa' or 'mla'")
-        for name in ("layers", "kv_heads", "head_dim", "page_size", "itemsize", "tp", "dp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)}, must be at least 1")
-        if self.devices > MAX_DEVICES:
-            raise ValueError(
-                f"tp: {self.tp} with dp {self.dp}, must be at most {MAX_DEVICES} devices"
-            )
-        if self.kind == "mla" and self.kv_heads != 1:
-            raise ValueError(f"kv_heads: {self.kv_heads}, must be 1 for mla (one latent)")
-        if self.kind == "gqa" and self.kv_heads % self.tp and self.tp % self.kv_heads:
-            raise ValueError(
-                f"tp: {self.tp}, must divide the {self.kv_heads} KV heads or be a multiple of them"
-            )
-
-    @property
-    def shards(self) -> int:
-        """The number of different shards of a page (the mesh axis `kv`)."""
-        return 1 if self.kind == "mla" else min(self.tp, self.kv_heads)
-
-    @property
-    def replicas(self) -> int:
-        """How many tp ranks hold a copy of each shard (the mesh axis `rep`)."""
-        return self.tp // self.shards
-
-    def heads_of(self, rank: int) -> range:
-        """The KV heads that tp rank `rank` holds."""
-        if not 0 <= rank < self.tp:
-            raise ValueError(f"rank: {rank}, must be in 0..{self.tp - 1}")
-        n = self.kv_heads // self.shards
-        first = rank // self.replicas * n
-        return range(first, first + n)
-
-    def shard_of(self, head: int) -> int:
-        """The shard that a KV head is in."""
-        if not 0 <= head < self.kv_heads:
-            raise ValueError(f"head: {head}, must be in 0..{self.kv_heads - 1}")
-        return head // (self.kv_heads // self.shards)
-
-    def ranks_of(self, shard: int) -> range:
-        """The tp ranks that hold a copy of a shard."""
-        if not 0 <= shard < self.shards:
-            raise ValueError(f"shard: {shard}, must be in 0..{self.shards - 1}")
-        return range(shard * self.replicas, (shard + 1) * self.replicas)
-
-    @property
-    def devices(self) -> int:
-        """How many devices the node has."""
-        return self.dp * self.tp
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of one head of one page of one layer, K and V (gqa) or the latent (mla)."""
-        parts = 2 if self.kind == "gqa" else 1
-        return parts * self.page_size * self.head_dim * self.itemsize
-
-    @property
-    def shard_bytes(self) -> int:
-        """Bytes of one page of one layer on one rank: contiguous, since heads come first."""
-        return self.kv_heads // self.shards * self.head_bytes
-
-    def ordinal(self, dp_rank: int, rank: int) -> int:
-        """The device's number in the node: devices are dp-major."""
-        return dp_rank * self.tp + rank
-
-    def page_bytes_ids(self, rank: int) -> np.ndarray:
-        """int64[shard_bytes]: for each byte of a page on `rank`, which byte of the page it is."""
-        first = self.heads_of(rank)[0] * self.head_bytes
-        return np.arange(first, first + self.shard_bytes, dtype=np.int64)
+MAX_SPAN_UNITS = 1 << 12
+"""Page sizes that cut each other into more units a period are refused: a plan must stay short."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PlanUnit:
-    """One part of every page: `length` bytes from one rank's page shard to another's.
+    """One part of every occurrence of a span: `length` bytes from one page's shard to another's.
 
-    Offsets are in bytes from the beginning of the page's shard.
+    `span` is the number of the span in `TransferPlan.spans`, which says which page it is on either
+    side. Offsets are in bytes from the beginning of the page's shard.
     """
 
     source_rank: int
@@ -128,11 +42,12 @@ class PlanUnit:
     source_offset: int
     destination_offset: int
     length: int
+    span: int = 0
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """The units of one page of one layer; every layer and page of a request repeats them.
+    """The units of one period of one layer; every layer and period of a request repeats them.
 
     `context_sources[d]` is the source rank that writes destination rank d's context buffer.
     """
@@ -141,6 +56,19 @@ class TransferPlan:
     destination: CacheLayout
     units: tuple[PlanUnit, ...]
     context_sources: tuple[int, ...]
+
+    @property
+    def spans(self) -> PageSpans:
+        """How the two page sizes cut the tokens."""
+        return page_spans(self.source.page_size, self.destination.page_size)
+
+    @functools.cached_property
+    def units_by_span(self) -> tuple[tuple[PlanUnit, ...], ...]:
+        """The units of each span, in the order of the spans."""
+        found: list[list[PlanUnit]] = [[] for _ in self.spans.spans]
+        for unit in self.units:
+            found[unit.span].append(unit)
+        return tuple(map(tuple, found))
 
     def expected_units(
         self,
@@ -156,40 +84,21 @@ class TransferPlan:
         """
         every = range(self.destination.tp)
         ranks = set(every if destination_ranks is None else destination_ranks).intersection(every)
-        per_page = sum(u.destination_rank in ranks for u in self.units)
-        pages = per_page * self.destination.layers * self.pages_for(prompt_length)
-        return pages + context * len(ranks)
+        found = sum(
+            count * sum(unit.destination_rank in ranks for unit in units)
+            for count, units in zip(self.counts(prompt_length), self.units_by_span, strict=True)
+        )
+        return found * self.destination.layers + context * len(ranks)
 
-    def pages_for(self, prompt_length: int) -> int:
-        """Pages that a prompt's prefill fills: `pages_for` with this plan's page size."""
-        return pages_for(prompt_length, self.source.page_size)
-
-    def chunk_pages(self, begin: int, end: int, total: int) -> range:
-        """Pages that a chunk completes: `chunk_pages` with this plan's page size."""
-        return chunk_pages(begin, end, total, self.source.page_size)
-
-
-def pages_for(prompt_length: int, page_size: int) -> int:
-    """Pages that hold tokens 0..prompt_length-2: the last token is the decoder's. 0 for L = 1."""
-    if prompt_length < 1:
-        raise ValueError(f"prompt_length: {prompt_length}, must be at least 1")
-    return -(-(prompt_length - 1) // page_size)
+    def counts(self, prompt_length: int) -> list[int]:
+        """How often each span occurs in tokens 0..prompt_length-2, a partly filled one included."""
+        if prompt_length < 1:
+            raise ValueError(f"prompt_length: {prompt_length}, must be at least 1")
+        spans = self.spans
+        return [spans.count(span, prompt_length - 1) for span in spans.spans]
 
 
-def chunk_pages(begin: int, end: int, total: int, page_size: int) -> range:
-    """Which pages (by index in the request) are complete after rows [begin, end) of `total`.
-
-    A page goes with the chunk that writes its last row; a partly filled last page goes with the
-    chunk that ends at `total` (= prompt length - 1). Every page belongs to exactly one chunk.
-    """
-    if not 0 <= begin <= end <= total:
-        raise ValueError(f"chunk: rows {begin}..{end} of {total} are no chunk")
-    if begin == end:
-        return range(0)
-    last = -(-end // page_size) if end == total else end // page_size
-    return range(begin // page_size, last)
-
-
+@functools.lru_cache(maxsize=128)
 def plan(source: CacheLayout, destination: CacheLayout, seed: int = 0) -> TransferPlan:
     """Map the prefill node's page shards, and its context rows, to the decode node's devices.
 
@@ -197,17 +106,26 @@ def plan(source: CacheLayout, destination: CacheLayout, seed: int = 0) -> Transf
     heads that it shares with one source shard are contiguous in the page on both sides: one unit,
     or several if they are longer than MAX_UNIT_BYTES. So a wider decode node splits pages, a
     narrower one has them rebuilt from parts, and replicas, of heads or of a latent, are written one
-    by one. `seed` (drawn by the decoder, sent in PREFILL, at least 0) chooses among the source
-    ranks that hold the same shard: a permutation of them is dealt to the destination ranks that
-    want it, in turn. So a request's load on the replicas of a shard differs by one destination rank
-    at most, a wide destination keeps every source device at work, and narrow ones spread over all
-    of them request by request. The number of units does not depend on it.
+    by one. With different page sizes only the tokens of a span are contiguous, in one head's keys,
+    its values, or the latent: each is a unit.
+
+    `seed` (drawn by the decoder, sent in PREFILL, at least 0) chooses among the source ranks that
+    hold the same shard: a permutation of them is dealt to the destination ranks that want it, in
+    turn. The number of units does not depend on it.
+
+    Bounds, for one request: each destination rank receives its shard of the pages, no more. The
+    source ranks' loads differ by at most one shard of the pages (one head, or the latent), and by
+    nothing where every shard has one holder or `destination.tp` is a multiple of `source.tp`; and
+    by one context. So a wide destination keeps every source device at work, and narrow ones spread
+    over all of them request by request.
+
     Raises ValueError naming the field and both values for layouts that cannot be mapped.
     """
-    for name in ("kind", "layers", "kv_heads", "head_dim", "page_size", "itemsize"):
+    for name in ("kind", "layers", "kv_heads", "head_dim", "itemsize"):
         ours, theirs = getattr(source, name), getattr(destination, name)
         if ours != theirs:
             raise ValueError(f"{name}: {ours} on the prefill node, {theirs} on the decode node")
+    _check_page_sizes(source, destination)
     units: list[PlanUnit] = []
     dealt = [_dealt(source.ranks_of(shard), seed) for shard in range(source.shards)]
     for rank in range(destination.tp):
@@ -215,34 +133,55 @@ def plan(source: CacheLayout, destination: CacheLayout, seed: int = 0) -> Transf
         for shard in range(source.shard_of(wanted[0]), source.shard_of(wanted[-1]) + 1):
             origin = next(dealt[shard])
             held = source.heads_of(origin)
-            first, stop = max(held.start, wanted.start), min(held.stop, wanted.stop)
-            units += _units(
-                origin,
-                rank,
-                (first - held.start) * source.head_bytes,
-                (first - wanted.start) * destination.head_bytes,
-                (stop - first) * source.head_bytes,
-            )
+            heads = range(max(held.start, wanted.start), min(held.stop, wanted.stop))
+            units += [
+                PlanUnit(
+                    origin, rank, from_ + done, to + done, min(MAX_UNIT_BYTES, length - done), k
+                )
+                for k, from_, to, length in _runs(
+                    source, destination, heads, heads.start - held.start, heads.start - wanted.start
+                )
+                for done in range(0, length, MAX_UNIT_BYTES)
+            ]
     contexts = itertools.islice(_dealt(range(source.tp), seed), destination.tp)
     return TransferPlan(source, destination, tuple(units), tuple(contexts))
 
 
-def _units(
-    source_rank: int,
-    destination_rank: int,
-    source_offset: int,
-    destination_offset: int,
-    length: int,
-) -> Iterator[PlanUnit]:
-    """A contiguous run of bytes as units, none longer than MAX_UNIT_BYTES."""
-    for done in range(0, length, MAX_UNIT_BYTES):
-        yield PlanUnit(
-            source_rank,
-            destination_rank,
-            source_offset + done,
-            destination_offset + done,
-            min(MAX_UNIT_BYTES, length - done),
+def _check_page_sizes(source: CacheLayout, destination: CacheLayout) -> None:
+    ours, theirs = source.page_size, destination.page_size
+    spans = (ours + theirs) // math.gcd(ours, theirs) - 1
+    units = spans * source.planes * max(source.kv_heads, destination.tp)
+    if ours != theirs and units > MAX_SPAN_UNITS:
+        raise ValueError(
+            f"page_size: {ours} on the prefill node, {theirs} on the decode node; they cut each "
+            f"other into {units} units every {math.lcm(ours, theirs)} tokens, at most "
+            f"{MAX_SPAN_UNITS} are allowed"
         )
+
+
+def _runs(
+    source: CacheLayout, destination: CacheLayout, heads: range, from_head: int, to_head: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """(span, source offset, destination offset, bytes) of what is contiguous on both sides.
+
+    Of `heads`, which are head `from_head` and on of the source page's shard and `to_head` and on of
+    the destination's.
+    """
+    if source.page_size == destination.page_size:
+        from_, to = from_head * source.head_bytes, to_head * source.head_bytes
+        yield 0, from_, to, len(heads) * source.head_bytes
+        return
+    for k, span in enumerate(page_spans(source.page_size, destination.page_size).spans):
+        from_row, to_row = span.begin % source.page_size, span.begin % destination.page_size
+        for plane in range(len(heads) * source.planes):
+            yield (
+                k,
+                from_head * source.head_bytes
+                + (plane * source.page_size + from_row) * source.row_bytes,
+                to_head * destination.head_bytes
+                + (plane * destination.page_size + to_row) * source.row_bytes,
+                (span.end - span.begin) * source.row_bytes,
+            )
 
 
 def _dealt(ranks: range, seed: int) -> Iterator[int]:
@@ -273,10 +212,11 @@ def traffic(transfer: TransferPlan, prompt_length: int, *, context_bytes: int | 
     """
     shape = transfer.source.tp, transfer.destination.tp
     units, sizes = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    pages = transfer.pages_for(prompt_length) * transfer.source.layers
+    counts = transfer.counts(prompt_length)
     for unit in transfer.units:
-        units[unit.source_rank, unit.destination_rank] += pages
-        sizes[unit.source_rank, unit.destination_rank] += pages * unit.length
+        times = counts[unit.span] * transfer.source.layers
+        units[unit.source_rank, unit.destination_rank] += times
+        sizes[unit.source_rank, unit.destination_rank] += times * unit.length
     if context_bytes is not None:
         for rank, origin in enumerate(transfer.context_sources):
             units[origin, rank] += 1
@@ -285,35 +225,38 @@ def traffic(transfer: TransferPlan, prompt_length: int, *, context_bytes: int | 
 
 
 def check(transfer: TransferPlan) -> None:
-    """Prove that a page arrives whole: every destination byte once, from the right source byte.
+    """Prove that a period arrives whole: every destination byte once, from the right source byte.
 
-    And that every destination rank gets its context from a source rank that exists. Raises
-    ValueError naming the rank, the unit or the byte that is off.
+    So a unit reads no token outside its span, which may not be there yet: two tokens that share
+    their page on both sides share a span. And that every destination rank gets its context from a
+    source rank that exists. Raises ValueError naming the rank, the unit or the byte that is off.
     """
-    source, destination = transfer.source, transfer.destination
-    ids = [source.page_bytes_ids(r) for r in range(source.tp)]
-    for rank in range(destination.tp):
-        wanted = destination.page_bytes_ids(rank)
-        written = np.zeros(destination.shard_bytes, dtype=np.int64)
-        for unit in transfer.units:
-            if unit.destination_rank != rank:
-                continue
-            _check_bounds(unit, source, destination)
-            to = slice(unit.destination_offset, unit.destination_offset + unit.length)
-            origin = slice(unit.source_offset, unit.source_offset + unit.length)
-            wrong = ids[unit.source_rank][origin] != wanted[to]
-            if wrong.any():
-                byte = unit.destination_offset + int(np.argmax(wrong))
-                raise ValueError(f"{unit}: byte {byte} of rank {rank} comes from another byte")
-            written[to] += 1
-        if (written != 1).any():
-            byte = int(np.argmax(written != 1))
-            raise ValueError(
-                f"byte {byte} of destination rank {rank} is written {int(written[byte])} times"
-            )
+    source, destination, period = transfer.source, transfer.destination, transfer.spans.period
+    ids = [source.byte_ids(rank, period) for rank in range(source.tp)]
+    wanted = [destination.byte_ids(rank, period) for rank in range(destination.tp)]
+    written = [np.zeros(page.shape, np.int64) for page in wanted]
     for unit in transfer.units:
-        if not 0 <= unit.destination_rank < destination.tp:
-            raise ValueError(f"{unit}: no such destination rank, tp is {destination.tp}")
+        _check_bounds(transfer, unit)
+        span = transfer.spans.spans[unit.span]
+        to = slice(unit.destination_offset, unit.destination_offset + unit.length)
+        origin = slice(unit.source_offset, unit.source_offset + unit.length)
+        wrong = (
+            ids[unit.source_rank][span.source_page, origin]
+            != wanted[unit.destination_rank][span.destination_page, to]
+        )
+        if wrong.any():
+            byte = unit.destination_offset + int(np.argmax(wrong))
+            raise ValueError(
+                f"{unit}: byte {byte} of rank {unit.destination_rank} comes from another byte"
+            )
+        written[unit.destination_rank][span.destination_page, to] += 1
+    for rank, times in enumerate(written):
+        if (times != 1).any():
+            page, byte = np.argwhere(times != 1)[0].tolist()
+            raise ValueError(
+                f"byte {byte} of page {page} of destination rank {rank} is written "
+                f"{int(times[page, byte])} times"
+            )
     if len(transfer.context_sources) != destination.tp:
         raise ValueError(
             f"context_sources: {len(transfer.context_sources)} ranks are written a context, "
@@ -326,9 +269,14 @@ def check(transfer: TransferPlan) -> None:
             )
 
 
-def _check_bounds(unit: PlanUnit, source: CacheLayout, destination: CacheLayout) -> None:
+def _check_bounds(transfer: TransferPlan, unit: PlanUnit) -> None:
+    source, destination = transfer.source, transfer.destination
     if not 0 <= unit.source_rank < source.tp:
         raise ValueError(f"{unit}: no such source rank, tp is {source.tp}")
+    if not 0 <= unit.destination_rank < destination.tp:
+        raise ValueError(f"{unit}: no such destination rank, tp is {destination.tp}")
+    if not 0 <= unit.span < len(transfer.spans.spans):
+        raise ValueError(f"{unit}: no such span, a period has {len(transfer.spans.spans)}")
     if not 0 < unit.length <= MAX_UNIT_BYTES:
         raise ValueError(f"{unit}: length must be in 1..{MAX_UNIT_BYTES}")
     if not 0 <= unit.source_offset <= source.shard_bytes - unit.length:

@@ -202,14 +202,14 @@ def test_a_write_that_comes_twice_fails_its_request_and_fences_the_writer(golden
 
 def test_nodes_that_do_not_fit_refuse_each_other_by_field(golden_folder):
     few = BatchConfig(chunks=(16,), decode_rows=(2,), max_model_len=32)
-    decode = {"cache": CacheConfig(page_size=32, pages=64)}
+    decode = {"dtype": "bfloat16"}
     both = {"batch": few, "timeouts": Timeouts(connect=1.0), "connected": False}
     with Pair(golden_folder("qwen3_untied"), decode=decode, **both) as pair:
         wait_until(
             lambda: "refused" in (pair.decode.messenger.unavailable() or ""), "it was refused"
         )
-        assert "page size: 32 at decode-0, 16 at prefill-0" in pair.decode.node.ready()[1]
-        with pytest.raises(RequestError, match="page size: 32 at decode-0") as caught:
+        assert "dtype: bfloat16 at decode-0, float32 at prefill-0" in pair.decode.node.ready()[1]
+        with pytest.raises(RequestError, match="itemsize: 2 at decode-0") as caught:
             generate_all(pair.decode.node, [prompt(20)], 2)
         assert caught.value.status == 503
 

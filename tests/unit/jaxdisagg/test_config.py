@@ -71,7 +71,6 @@ def test_cpu_lists():
         (lambda: ServeConfig(nodes=(BASE,)), "decode nodes need at least one prefill node"),
         (lambda: ServeConfig(nodes=()), "at least one decode or mixed node"),
         (lambda: apart(mtp=True), "mtp: False at p, True at d"),
-        (lambda: apart(cache=CacheConfig(page_size=32)), "page_size: 16 at p, 32 at d"),
         (lambda: apart(id="p"), "'p' names more than one node"),
         (lambda: replace(BASE, id=""), "id='' must not be empty"),
         (lambda: replace(BASE, provider="loopback"), "provider='loopback' must be one of auto"),

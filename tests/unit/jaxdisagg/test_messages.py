@@ -324,7 +324,7 @@ def test_equal_nodes_are_compatible_and_dp_is_free():
         (hello("prefill", protocol=1), "protocol version:", ("3", "1")),
         (hello("prefill", model="other"), "model:", ("qwen3:1234", "other")),
         (hello("prefill", dtype="bfloat16"), "dtype:", ("float32", "bfloat16")),
-        (replace(page_size=32), "page size:", ("16", "32")),
+        (replace(page_size=4099), "page_size:", ("16", "4099")),
         (replace(layers=4), "layers:", ("3", "4")),
         (with_mtp(LAYOUT), "mtp:", ("off", "on")),
         (replace(kv_heads=8), "kv heads:", ("4", "8")),
@@ -346,6 +346,11 @@ def test_heads_are_compatible_with_any_tp_that_fits_them():
         assert compatibility(hello(), replace(tp=tp)) == []
 
 
+def test_page_sizes_may_differ():
+    for page_size in (1, 24, 64, 1024):
+        assert compatibility(hello(), replace(page_size=page_size)) == []
+
+
 def test_a_latent_cache_is_compatible_with_any_tp():
     mla = CacheLayout("mla", 3, 1, 576, 16, 4, tp=2, dp=2)
     for tp in (1, 2, 8):
@@ -363,10 +368,10 @@ def test_the_smallest_count_of_context_buffers_of_a_dp_rank_is_the_limit():
 
 
 def test_every_mismatch_is_reported():
-    layout = dataclasses.replace(LAYOUT, page_size=64, tp=4)
+    layout = dataclasses.replace(LAYOUT, head_dim=32, page_size=4099, tp=4)
     other = hello("prefill", layout, dtype="bfloat16", model="x")
     names = [line.split(":")[0] for line in compatibility(hello(), other)]
-    assert names == ["model", "dtype", "page size"]
+    assert names == ["model", "dtype", "head dim", "page_size"]
 
 
 def test_a_layout_of_another_kind_is_reported():

@@ -104,6 +104,7 @@ def test_rules_that_collide_are_refused_before_start(folder, tmp_path, rule, mes
         ("qwen3_moe_serving", {"tp": 2, "ep": 2}, {"tp": 2, "dp": 2, "ep": 4}),
         ("qwen3_serving", {"tp": 8}, {"tp": 8}),
         ("qwen3_serving", {"tp": 2}, {"tp": 1, "dp": 4}),
+        ("qwen3_serving", {}, {"tp": 4, "cache": CacheConfig(page_size=24)}),
         ("qwen3_moe_serving", {"tp": 2}, {"tp": 8}),
     ],
 )
@@ -123,6 +124,9 @@ def test_nodes_of_other_models_are_refused_by_what_differs(folder):
     other = replace(decode, model=folder("qwen3_serving", num_hidden_layers=7))
     with pytest.raises(ValueError, match="layers: 3 on the prefill node, 7 on the decode node"):
         check_nodes([prefill, other])
+    odd = replace(decode, cache=CacheConfig(page_size=4099))
+    with pytest.raises(ValueError, match=r"prefill-0 and decode-0: page_size: 16 on the .*, 4099"):
+        check_nodes([prefill, odd])
     other = replace(decode, model=folder("deepseek_serving"))
     with pytest.raises(ValueError, match="kind: gqa on the prefill node, mla on the decode node"):
         check_nodes([prefill, other])

@@ -94,9 +94,9 @@ def test_an_announced_node_is_connected_and_told_of(world):
 
 def test_a_node_that_does_not_fit_is_refused_by_field_and_let_go(world):
     peers, engine, run = world
-    engine.answers["a:1"] = hello(page_size=32)
+    engine.answers["a:1"] = hello(page_size=1 << 20 | 1)
     peers.refresh([("a:1", 0)])
-    run(settled(peers, "refused: page size: 16 at d0, 32 at p0"))
+    run(settled(peers, "refused: page_size: 1048577 on the prefill node, 16 on the decode node"))
     assert engine.disconnected == [1]
     assert peers.next_deadline() > time.monotonic() + 5
 
