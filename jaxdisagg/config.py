@@ -182,13 +182,12 @@ class ServeConfig:
     def _check_pairs(self) -> None:
         """What HELLO would refuse after the warm-up of both nodes is refused here at once.
 
-        What depends on the model too, such as a tp that does not fit, is
+        What depends on the model too, such as a tp or page sizes that do not fit, is
         `model_fit.check_nodes`'s.
         """
         apart = [node for node in self.nodes if node.role != "mixed"]
         for node in apart[1:]:
             for name, one, other in (
-                ("page_size", apart[0].cache.page_size, node.cache.page_size),
                 ("dtype", apart[0].dtype, node.dtype),
                 ("mtp", apart[0].mtp, node.mtp),
             ):
