@@ -23,9 +23,9 @@ from ffi_transport.types import (
 from jaxdisagg import messages
 from jaxdisagg.group.prefill_fabric import PrefillFabric
 from jaxdisagg.messages import MemberHello, MessageError, NodeHello
+from jaxdisagg.planned_request import PlannedRequest
 from jaxdisagg.process_shares import ranks_of
 from jaxdisagg.scheduler import PrefillStep
-from jaxdisagg.step_plans import PlannedRequest
 from jaxdisagg.transfer_plan import plan
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ it: its peer id there. A *peer* is another node, named by the leader's link to t
 A *transfer* is a request's writes from all processes, named by the leader.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from jaxdisagg.messages import ContextBuffers, Region
-from jaxdisagg.step_plans import PlannedRequest
+from jaxdisagg.planned_request import PlannedRequest
 
 
 class FabricMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -89,12 +89,12 @@ class Overshot(FabricMessage, frozen=True):
 class Tally(FabricMessage, frozen=True):
     """Now and then, when they changed: counts of armed slots, and the engine's counters.
 
-    `domains` is as `TransferEngine.domain_counters` gives it, in JSON.
+    `domains` is as `TransferEngine.domain_counters` gives it.
     """
 
     seen: dict[int, int]
     counters: dict[str, int]
-    domains: str
+    domains: list[dict[str, Any]]
 
 
 class PartEnded(FabricMessage, frozen=True):

@@ -35,9 +35,10 @@ from jaxdisagg.messages import (
     encode,
 )
 from jaxdisagg.model_fit import cache_layout
+from jaxdisagg.planned_request import PlannedRequest
 from jaxdisagg.registration import RemoteCache, register_cache
 from jaxdisagg.runner import ModelRunner
-from jaxdisagg.step_plans import PlannedRequest, StepPlanner
+from jaxdisagg.step_plans import StepPlanner
 from jaxdisagg.transfer_plan import CacheLayout
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class FollowerFabric:
         self._remotes: dict[int, RemoteCache] = {}
         self._parts: dict[int, _Part] = {}
         self._native: dict[int, tuple[int, int]] = {}
-        self._tally = words.Tally({}, {}, "")
+        self._tally = words.Tally({}, {}, [])
         self._next_tally = 0.0
         self._pump = EventPump(engine, self._on_events, fail, "member-events", self._tell_tally)
         regions, contexts = register_cache(engine, cache, source=source)
@@ -267,7 +268,7 @@ class FollowerFabric:
         now = time.monotonic()
         if now < self._next_tally:
             return
-        tally = words.Tally(self._seen(), self._engine.counters(), "")
+        tally = words.Tally(self._seen(), self._engine.counters(), self._engine.domain_counters())
         if tally != self._tally:
             self._next_tally = now + TALLY_SECONDS
             self._tally = tally

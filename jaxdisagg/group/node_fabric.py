@@ -279,14 +279,22 @@ class NodeFabric(ABC):
     # ---- for people ----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The engines' counters, summed; with followers each process's own, too."""
-        own = self.engine.counters()
-        total = Counter(own)
-        tallies = dict(self._tallies)
+        """The engines' counters, summed, and those of each domain; for any thread.
+
+        With followers each process's own too, which are as old as what it told last.
+        """
+        tallies = {0: Tally({}, self.engine.counters(), self.engine.domain_counters())}
+        tallies |= sorted(dict(self._tallies).items())
+        total = Counter[str]()
         for tally in tallies.values():
             total.update(tally.counters)
         state: dict[str, Any] = {"provider": self.engine.provider, **total}
-        if self.group.size > 1:
-            found = {0: own} | {process: tally.counters for process, tally in tallies.items()}
-            state["processes"] = [found.get(process) for process in range(self.group.size)]
+        if self.group.size == 1:
+            return state | {"domains": tallies[0].domains}
+        state["domains"] = [
+            {"process": process, **domain}
+            for process, tally in tallies.items()
+            for domain in tally.domains
+        ]
+        state["processes"] = {str(process): t.counters for process, t in tallies.items()}
         return state

@@ -6,7 +6,7 @@ from typing import Literal
 from ffi_transport.types import TransferEnded
 from jaxdisagg.group.fabric_messages import PartEnded
 from jaxdisagg.group.node_fabric import Pair, Peer
-from jaxdisagg.step_plans import PlannedRequest
+from jaxdisagg.planned_request import PlannedRequest
 
 Status = Literal["completed", "cancelled", "failed"]
 _WORSE: tuple[Status, ...] = ("completed", "cancelled", "failed")

@@ -30,9 +30,10 @@ from jaxdisagg.group.fabric_messages import (
 from jaxdisagg.group.node_fabric import Group, NodeFabric, Pair, Peer
 from jaxdisagg.group.node_transfer import NodeTransfer, part_ended
 from jaxdisagg.messages import NodeHello
+from jaxdisagg.planned_request import PlannedRequest
 from jaxdisagg.process_shares import process_of
 from jaxdisagg.registration import RemoteCache
-from jaxdisagg.step_plans import PlannedRequest, StepPlanner
+from jaxdisagg.step_plans import StepPlanner
 from jaxdisagg.transfer_plan import CacheLayout, plan
 
 log = logging.getLogger(__name__)
