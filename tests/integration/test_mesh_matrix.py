@@ -4,9 +4,12 @@ GQA with 8, 2 and 1 KV heads and MLA; prefill and decode of tp 1, 2 and 4 and dp
 pair, in processes of their own. In f32, where tokens do not depend on the mesh.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from mesh_matrix import Matrices, Mesh, every_pair
+from mesh_cases import Mesh, every_pair
+from mesh_matrix import Matrices
 from mesh_models import write_models
 
 NEW = 6
@@ -105,3 +108,14 @@ def test_heads_in_another_order_give_other_tokens(matrices, models, expected, pr
     assert one.answer["tokens"] != expected("qwen3-2")[-1]["tokens"]
     with pytest.raises(AssertionError, match="the pages of layer 0 head 0 differ at"):
         pair.check_checksums(one)
+
+
+def test_pages_of_bfloat16_arrive_as_they_were_sent(matrices, models, prompts):
+    """Its tokens depend on the mesh, so that pages alone are compared."""
+    model = replace(models["qwen3-2"], name="qwen3-2-bf16", dtype="bfloat16")
+    pair = matrices.pair(model, Mesh(4), Mesh(2, 2))
+    before = pair.page_writes()
+    for one in pair.serve(prompts, NEW):
+        pair.check_checksums(one)
+    expected = sum(model.page_writes(n, Mesh(4), Mesh(2, 2)) for n in LENGTHS)
+    assert [b - a for a, b in zip(before, pair.page_writes(), strict=True)] == [expected] * 2

@@ -7,7 +7,8 @@ Its tokens do not depend on the cache at all: whatever is found here, no token w
 
 import numpy as np
 import pytest
-from mesh_matrix import Matrices, Mesh, Model, Pair, Served, every_pair
+from mesh_cases import Mesh, Model, every_pair
+from mesh_matrix import Matrices, Pair, Served, serve_at_once
 from page_tap import POISON
 from sentinel_values import LAYERS, Sentinels, answer, prompt
 
@@ -84,6 +85,24 @@ def check_memory(pair: Pair, one: Served) -> None:
 
 
 GQA8, GQA2, GQA1, MLA = MODELS
+
+
+@pytest.mark.parametrize("model", [GQA2, MLA], ids=lambda model: model.name)
+def test_one_prefill_node_feeds_nodes_of_three_meshes_at_once(matrices, model, tmp_path):
+    """Its steps hold chunks for all of them, each by a plan of its own."""
+    pairs = [matrices.pair(model, Mesh(4), decode) for decode in (Mesh(1), Mesh(4), Mesh(2, 2))]
+    for pair in pairs:
+        pair.poison()
+    before = pairs[0].page_writes()[0]
+    for pair, served in zip(pairs, serve_at_once(pairs, PROMPTS, NEW, tmp_path), strict=True):
+        for one in served:
+            assert one.answer["tokens"] == answer(one.prompt, NEW)
+            check_memory(pair, one)
+        assert pair.strays() == []
+    expected = sum(model.page_writes(n, Mesh(4), p.decode) for n in LENGTHS for p in pairs)
+    assert pairs[0].page_writes()[0] - before == expected
+
+
 DAMAGED = [
     (GQA8, Mesh(1), Mesh(4), "swapped_pages"),
     (GQA8, Mesh(4), Mesh(2, 2), "swapped_ranks"),

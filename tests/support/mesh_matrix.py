@@ -1,68 +1,15 @@
-"""Pairs of nodes by the meshes of both sides, each node built once on a process of its side.
+"""Pairs of nodes by the meshes of both sides, each node built once on a process of its side."""
 
-What a pair must do is counted and mapped here from first principles, not by the product's plan.
-"""
-
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from sentinel_values import Sentinels
+from mesh_cases import Mesh, Model
 from side_process import SideError, SideProcess
 
-PAGE = 16
-CHUNK = 64
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """One node's mesh and page size."""
-
-    tp: int = 1
-    dp: int = 1
-    page: int = PAGE
-
-    def __str__(self) -> str:
-        return (
-            f"tp{self.tp}"
-            + f"-dp{self.dp}" * (self.dp > 1)
-            + f"-page{self.page}" * (self.page != PAGE)
-        )
-
-
-@dataclass(frozen=True)
-class Model:
-    """What both nodes of a pair serve. `kv_heads` is 0 for a latent cache.
-
-    Without a `folder` it is the sentinel model.
-    """
-
-    name: str
-    kv_heads: int
-    layers: int
-    folder: Path | None = None
-
-    def heads_of(self, rank: int, tp: int) -> range:
-        """The KV heads of a tp rank."""
-        return Sentinels(self.kv_heads).heads_of(rank, tp)
-
-    def page_writes(self, length: int, prefill: Mesh, decode: Mesh) -> int:
-        """How many a prompt takes, pages of one size on both sides: each part of each page of each
-        layer once for every decode rank, which gets one part from each different shard that holds
-        some of its heads; and a context for every rank.
-        """
-        if length == 1:
-            return 0
-        pages = -(-(length - 1) // PAGE)
-        shards = {self.heads_of(rank, prefill.tp) for rank in range(prefill.tp)}
-        parts = sum(
-            bool(set(shard) & set(self.heads_of(rank, decode.tp)))
-            for rank in range(decode.tp)
-            for shard in shards
-        )
-        return parts * pages * self.layers + decode.tp
+DEVICES = 8  # of a side's process
 
 
 @dataclass(frozen=True)
@@ -81,7 +28,7 @@ class Matrix:
 
     model: Model
     sides: dict[str, SideProcess]
-    _built: dict[tuple[str, Mesh], str] = field(default_factory=dict)
+    _built: set[tuple[str, Mesh]] = field(default_factory=set)
     _fabric: dict[Mesh, str] = field(default_factory=dict)
     _connected: set[tuple[Mesh, Mesh]] = field(default_factory=set)
     _rounds: int = 0
@@ -99,7 +46,7 @@ class Matrix:
             except SideError as error:
                 problems.append(error)
                 continue
-            self._built[role, mesh] = self._name(role, mesh)
+            self._built.add((role, mesh))
             if role == "prefill":
                 self._fabric[mesh] = answer["fabric"]
         if problems:
@@ -107,7 +54,7 @@ class Matrix:
         if (prefill, decode) not in self._connected:
             known = [self._fabric[p] for p, d in self._connected if d == decode]
             addresses = [*known, self._fabric[prefill]]
-            name = self._built["decode", decode]
+            name = self.name("decode", decode)
             state = self.sides["decode"].ask("connect", name=name, fabric=addresses)
             assert "node" in state[self._fabric[prefill]], state
             self._connected.add((prefill, decode))
@@ -119,13 +66,13 @@ class Matrix:
         node = self._node("mixed", Mesh())
         side.ask("build", **node)
         try:
-            return side.ask(
-                "generate", name=node["name"], prompts=list(prompts), max_tokens=max_tokens
-            )
+            order = {"name": node["name"], "prompts": list(prompts), "max_tokens": max_tokens}
+            return side.ask("generate", orders=[order])[0]
         finally:
             side.ask("close", names=[node["name"]])
 
-    def _name(self, role: str, mesh: Mesh) -> str:
+    def name(self, role: str, mesh: Mesh) -> str:
+        """A node's."""
         return f"{self.model.name}-{role}-{mesh}"
 
     def _node(self, role: str, mesh: Mesh) -> dict[str, Any]:
@@ -135,12 +82,16 @@ class Matrix:
         # The page ids of no two nodes are in the same order.
         seed = 100 * (role == "decode") + 10 * mesh.tp + mesh.dp
         return {
-            "name": self._name(role, mesh),
+            "name": self.name(role, mesh),
             "role": role,
             "tp": mesh.tp,
             "dp": mesh.dp,
             "page_size": mesh.page,
             "seed": seed,
+            # From the last device down where there are dp ranks: ordinals that begin above 0, and
+            # less to share among nodes that run at once.
+            "first_device": DEVICES - mesh.tp * mesh.dp if mesh.dp > 1 else 0,
+            "dtype": self.model.dtype,
             **what,
         }
 
@@ -152,7 +103,8 @@ class Matrix:
     def close(self) -> None:
         """Stop the nodes; the processes go on."""
         for role, side in self.sides.items():
-            side.send("close", names=[n for (built, _), n in self._built.items() if built == role])
+            names = [self.name(*node) for node in self._built if node[0] == role]
+            side.send("close", names=names)
         for side in self.sides.values():
             side.answer("close")
 
@@ -168,8 +120,7 @@ class Pair:
     def ask(self, role: str, op: str, **how: Any) -> Any:
         """Give an order to the node of a side."""
         mesh = self.prefill if role == "prefill" else self.decode
-        name = self.matrix._built[role, mesh]
-        return self.matrix.sides[role].ask(op, name=name, **how)
+        return self.matrix.sides[role].ask(op, name=self.matrix.name(role, mesh), **how)
 
     @contextmanager
     def damaged(self, how: str) -> Iterator[None]:
@@ -220,19 +171,31 @@ class Pair:
         """What each side has counted since it was built."""
         return [self.ask(role, "state")["page_writes"] for role in ("prefill", "decode")]
 
+    def order(self, prompts: Sequence[list[int]], max_tokens: int) -> dict[str, Any]:
+        """What the decode process is told to serve these prompts by this pair."""
+        return {
+            "name": self.matrix.name("decode", self.decode),
+            "via": self.matrix.name("prefill", self.prefill),
+            "prompts": list(prompts),
+            "max_tokens": max_tokens,
+            "prefix": self.matrix.next_prefix(),
+        }
+
     def serve(
         self, prompts: Sequence[list[int]], max_tokens: int, folder: Path | None = None
     ) -> list[Served]:
         """Serve all prompts at once; with `folder` the memory's values are written there, too."""
-        prefix = self.matrix.next_prefix()
-        answers = self.ask(
-            "decode",
-            "generate",
-            prompts=list(prompts),
-            max_tokens=max_tokens,
-            via=self.matrix._built["prefill", self.prefill],
-            prefix=prefix,
-        )
+        order = self.order(prompts, max_tokens)
+        (answers,) = self.matrix.sides["decode"].ask("generate", orders=[order])
+        return self.served(prompts, answers, folder)
+
+    def served(
+        self,
+        prompts: Sequence[list[int]],
+        answers: Sequence[dict[str, Any]],
+        folder: Path | None = None,
+    ) -> list[Served]:
+        """The answers to an order of this pair, beside the memory of both nodes."""
         where = None if folder is None else str(folder)
         targets = self.ask("decode", "taken", folder=where)
         attempts = [taken["attempt"] for taken in targets]
@@ -243,6 +206,17 @@ class Pair:
             Served(prompt, answer, *of.get(answer["id"], nothing))
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
+
+
+def serve_at_once(
+    pairs: Sequence[Pair], prompts: Sequence[list[int]], max_tokens: int, folder: Path
+) -> list[list[Served]]:
+    """The prompts by each of several pairs of one matrix, their decode nodes different."""
+    orders = [pair.order(prompts, max_tokens) for pair in pairs]
+    found = pairs[0].matrix.sides["decode"].ask("generate", orders=orders)
+    return [
+        pair.served(prompts, answers, folder) for pair, answers in zip(pairs, found, strict=True)
+    ]
 
 
 class Matrices:
@@ -273,11 +247,3 @@ class Matrices:
 
     def __exit__(self, *_: object) -> None:
         self._close()
-
-
-def every_pair(meshes: Iterable[Mesh]) -> Iterator[tuple[Mesh, Mesh]]:
-    """Each mesh as the prefill node's with each as the decode node's."""
-    meshes = list(meshes)
-    for prefill in meshes:
-        for decode in meshes:
-            yield prefill, decode

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from mesh_matrix import Model
+from mesh_cases import Model
 from random_checkpoint import write_checkpoint
 
 LAYERS = 2

@@ -30,8 +30,10 @@ from page_tap import PageTap, Taken
 from jaxdisagg.api import GenerationRequest, RequestError, SamplingParams
 from jaxdisagg.assembly import DecodeParts, MixedParts, PrefillParts
 from jaxdisagg.config import BatchConfig, CacheConfig, MeshConfig, Timeouts
+from jaxdisagg.decode_node import DecodeNode
 from jaxdisagg.model_loading import load_model
 from jaxdisagg.page_pool import PagePool
+from jaxdisagg.prefill_node import PrefillNode
 from jaxdisagg.process_setup import set_host_devices
 
 Parts = PrefillParts | DecodeParts | MixedParts
@@ -135,31 +137,36 @@ class MeshSide:
         wait_until(settled, f"{name} is connected to {', '.join(fabric)}", seconds)
         return peers.state()
 
-    def generate(
+    def generate(self, orders: list[dict[str, Any]], seconds: float = 90.0) -> list[Any]:
+        """Serve the prompts of several orders, all at once: an answer per prompt of each order.
+
+        An order names the node, `prompts`, `max_tokens`, the `prefix` of its requests' ids and
+        perhaps the prefill node, as `via`. An answer has the request's id, its tokens, their
+        logprobs, and by how much the least certain one was the likeliest; or the id, the status and
+        the text of its error.
+        """
+
+        async def run() -> list[Any]:
+            async with asyncio.timeout(seconds):
+                return await asyncio.gather(*(self._serve(**order) for order in orders))
+
+        return asyncio.run(run())
+
+    async def _serve(
         self,
         name: str,
         prompts: list[list[int]],
         max_tokens: int,
         via: str | None = None,
         prefix: str = "r",
-        seconds: float = 60.0,
     ) -> list[dict[str, Any]]:
-        """Serve all prompts at once, prefilled by the node `via` or by any.
-
-        Per prompt its id, tokens, their logprobs, and by how much the least certain one was the
-        likeliest; or its id, the status and the text of its error.
-        """
         node = self._nodes[name].node
-        assert not isinstance(self._nodes[name], PrefillParts)
+        assert not isinstance(node, PrefillNode), f"{name} is a prefill node"
         self._via[name] = via
-
-        async def run() -> list[dict[str, Any]]:
-            async with asyncio.timeout(seconds):
-                return await asyncio.gather(
-                    *(_one(node, f"{prefix}-{i}", p, max_tokens) for i, p in enumerate(prompts))
-                )
-
-        return asyncio.run(run())
+        numbered = enumerate(prompts)
+        return await asyncio.gather(
+            *(_answer(node, f"{prefix}-{i}", prompt, max_tokens) for i, prompt in numbered)
+        )
 
     def taken(
         self,
@@ -221,7 +228,9 @@ class MeshSide:
             pool.check()
 
 
-async def _one(node: Any, request: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+async def _answer(
+    node: DecodeNode, request: str, prompt: list[int], max_tokens: int
+) -> dict[str, Any]:
     """The answer to a prompt, or the error that it got."""
     order = GenerationRequest(request, tuple(prompt), max_tokens, SamplingParams(logprobs=2))
     tokens, logprobs, gaps = [], [], []

@@ -13,7 +13,7 @@ from typing import Any, Self
 from repository import REPOSITORY
 
 SCRIPT = REPOSITORY / "tests" / "support" / "mesh_side.py"
-ORDER_SECONDS = 60.0
+ORDER_SECONDS = 120.0
 END_SECONDS = 10.0
 SHOWN = 3000  # characters of stderr
 
@@ -45,6 +45,11 @@ class SideProcess:
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     def _read(self) -> None:
         assert self._process.stdout is not None

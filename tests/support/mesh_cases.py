@@ -1,0 +1,70 @@
+"""Meshes and models of the mesh matrix, and what a pair of them must do.
+
+That is counted and mapped here from first principles, not by the product's plan.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sentinel_values import Sentinels
+
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One node's mesh and page size."""
+
+    tp: int = 1
+    dp: int = 1
+    page: int = PAGE
+
+    def __str__(self) -> str:
+        return (
+            f"tp{self.tp}"
+            + f"-dp{self.dp}" * (self.dp > 1)
+            + f"-page{self.page}" * (self.page != PAGE)
+        )
+
+
+@dataclass(frozen=True)
+class Model:
+    """What both nodes of a pair serve. `kv_heads` is 0 for a latent cache.
+
+    Without a `folder` it is the sentinel model, which is in float32 whatever `dtype` says.
+    """
+
+    name: str
+    kv_heads: int
+    layers: int
+    folder: Path | None = None
+    dtype: str = "float32"
+
+    def heads_of(self, rank: int, tp: int) -> range:
+        """The KV heads of a tp rank."""
+        return Sentinels(self.kv_heads).heads_of(rank, tp)
+
+    def page_writes(self, length: int, prefill: Mesh, decode: Mesh) -> int:
+        """How many a prompt takes, pages of one size on both sides: each part of each page of each
+        layer once for every decode rank, which gets one part from each different shard that holds
+        some of its heads; and a context for every rank.
+        """
+        if length == 1:
+            return 0
+        pages = -(-(length - 1) // PAGE)
+        shards = {self.heads_of(rank, prefill.tp) for rank in range(prefill.tp)}
+        parts = sum(
+            bool(set(shard) & set(self.heads_of(rank, decode.tp)))
+            for rank in range(decode.tp)
+            for shard in shards
+        )
+        return parts * pages * self.layers + decode.tp
+
+
+def every_pair(meshes: Iterable[Mesh]) -> Iterator[tuple[Mesh, Mesh]]:
+    """Each mesh as the prefill node's with each as the decode node's."""
+    meshes = list(meshes)
+    for prefill in meshes:
+        for decode in meshes:
+            yield prefill, decode
