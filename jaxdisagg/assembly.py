@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 from ffi_transport.engine import TransferEngine
 from ffi_transport.trigger import make_trigger
-from ffi_transport.types import EngineConfig
 from jaxdisagg.api import EngineInfo
 from jaxdisagg.config import NodeConfig
 from jaxdisagg.decode_messenger import DecodeMessenger
 from jaxdisagg.decode_node import DecodeNode
 from jaxdisagg.event_pump import EventPump
+from jaxdisagg.fabric import open_fabric as open_fabric
 from jaxdisagg.group.decode_fabric import DecodeFabric
 from jaxdisagg.group.gathering import gather
 from jaxdisagg.group.node_fabric import Group, NodeFabric, OneProcess
@@ -27,17 +27,6 @@ from jaxdisagg.step_plans import StepPlanner
 from models.interface import Hook
 
 Progress = Callable[[str], None]
-
-
-def open_fabric(node: NodeConfig) -> TransferEngine:
-    """The node's transfer engine, at its fixed HELLO address. It greets nobody yet.
-
-    Raises FabricUnavailable naming what is missing: the library, a provider, or a free port.
-    """
-    return TransferEngine(
-        EngineConfig(provider=node.provider, bind=node.host, control_port=node.fabric_port),
-        hello=None,
-    )
 
 
 def _runner(node: NodeConfig, model: LoadedModel, trigger: Hook | None = None) -> ModelRunner:

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from ffi_transport.types import MAX_DOMAINS
+
 Role = Literal["prefill", "decode", "mixed"]
 DTYPES = ("float32", "bfloat16")
 PROVIDERS = ("auto", "efa", "verbs", "tcp", "net", "tcp;ofi_rxm")
@@ -120,8 +122,10 @@ class Timeouts:
 class NodeConfig:
     """One node process. `http_port` and `fabric_port` 0 take a free port.
 
-    `mtp` loads the model's multi-token-prediction module, which drafts tokens for the decode steps
-    to check; both sides of a pair must agree on it.
+    `nics` are the network devices that the cache goes through, by name or IPv4 address; () is by
+    topology with efa and verbs, else the provider's first. The sides of a pair may have unequal
+    numbers. `mtp` loads the model's multi-token-prediction module, which drafts tokens for the
+    decode steps to check; both sides of a pair must agree on it.
     """
 
     role: Role
@@ -136,6 +140,7 @@ class NodeConfig:
     http_port: int = 0
     fabric_port: int = 0
     provider: str = "auto"
+    nics: tuple[str, ...] = ()
     router: str | None = None
     max_requests: int = 256
     rules: Path | None = None
@@ -148,10 +153,22 @@ class NodeConfig:
             raise ValueError(f"role={self.role!r} must be prefill, decode or mixed")
         if self.provider not in PROVIDERS:
             raise ValueError(f"provider={self.provider!r} must be one of {', '.join(PROVIDERS)}")
+        self._check_nics()
         if not self.id:
             raise ValueError("id='' must not be empty")
         _check_port(http_port=self.http_port, fabric_port=self.fabric_port)
         _at_least(1, max_requests=self.max_requests)
+
+    def _check_nics(self) -> None:
+        if self.nics and self.role == "mixed":
+            raise ValueError(f"nics={'+'.join(self.nics)}: a mixed node transfers nothing")
+        for name in self.nics:
+            if not name or name.split() != [name]:
+                raise ValueError(f"nics: {name!r} is no name of a network device and no address")
+            if self.nics.count(name) > 1:
+                raise ValueError(f"nics: {name!r} is named twice")
+        if len(self.nics) > MAX_DOMAINS:
+            raise ValueError(f"nics: {len(self.nics)} are more than {MAX_DOMAINS}")
 
     @property
     def table_width(self) -> int:
@@ -235,14 +252,17 @@ def parse_node(text: str, base: NodeConfig) -> NodeConfig:
         if key == "cpus" and eq:
             mesh["cpus"] = parse_cpus(value)
             continue
+        if key == "nics" and eq:
+            node["nics"] = tuple(value.split("+"))
+            continue
         target = {
             "tp": mesh, "dp": mesh, "ep": mesh, "pages": cache, "page_size": cache,
             "fabric_port": node, "http_port": node,
         }.get(key)  # fmt: skip
         if target is None or not eq:
             raise ValueError(
-                f"{item!r}: expected tp=, dp=, ep=, cpus=, pages=, page_size=, http_port=, "
-                "fabric_port="
+                f"{item!r}: expected tp=, dp=, ep=, cpus=, nics=, pages=, page_size=, "
+                "http_port=, fabric_port="
             )
         if not _is_number(value):
             raise ValueError(f"{key}={value!r}: expected a whole number")

@@ -3,6 +3,8 @@
 from ffi_transport.engine import TransferEngine
 from ffi_transport.types import RemoteRegion
 from jaxdisagg.cache import PagedCache
+from jaxdisagg.fabric import device_domains
+from jaxdisagg.mesh import rank_devices
 from jaxdisagg.messages import ContextBuffers, NodeHello, Region
 
 
@@ -11,24 +13,28 @@ def register_cache(
 ) -> tuple[tuple[tuple[Region, ...], ...], tuple[ContextBuffers, ...]]:
     """Register every shard of a cache; returns what HELLO announces of it.
 
+    A device's shards are registered with the NICs that are its own (`fabric.device_domains`).
     Regions are by rank and layer, context buffers by rank. With `source`, the trigger learns which
     registration belongs to (ordinal, layer), the context buffer coming after the last of
     `cache.layers`.
     """
     shards = cache.shards()
     layers = len(cache.layers)
-    rows: list[list[Region]] = [[] for _ in range(len(shards) // (layers + 1))]
+    here = {shard.rank for shard in shards}
+    devices = [d for rank, d in enumerate(rank_devices(cache.mesh)) if rank in here]
+    domains = device_domains(engine, devices)
+    rows: dict[int, list[Region]] = {}
     contexts: list[ContextBuffers] = []
     for shard in shards:
-        region = engine.register_memory(shard.address, shard.nbytes)
+        region = engine.register_memory(shard.address, shard.nbytes, domains[shard.ordinal])
         if source:
             engine.set_source_region(shard.ordinal, shard.layer, region)
         announced = Region(region.descriptor, shard.nbytes)
         if shard.layer < layers:
-            rows[shard.rank].append(announced)
+            rows.setdefault(shard.rank, []).append(announced)
         else:
             contexts.append(ContextBuffers(announced, cache.context_bytes, cache.context_rows))
-    return tuple(map(tuple, rows)), tuple(contexts)
+    return tuple(map(tuple, rows.values())), tuple(contexts)
 
 
 class RemoteCache:

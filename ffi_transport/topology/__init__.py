@@ -6,6 +6,7 @@
 
 from ffi_transport.topology.assigning import DeviceNics, assign, closeness
 from ffi_transport.topology.choosing import FabricChoice, choices, groups
+from ffi_transport.topology.cuda import cuda_addresses
 from ffi_transport.topology.machine import (
     Gpu,
     Nic,
@@ -30,6 +31,7 @@ __all__ = [
     "choices",
     "closeness",
     "cpu_ranges",
+    "cuda_addresses",
     "domain_name",
     "groups",
     "pci_address",

@@ -7,7 +7,6 @@ from ffi_transport.topology.assigning import DeviceNics, assign, usable
 from ffi_transport.topology.machine import Nic, NicKind, Topology, domain_name
 from ffi_transport.types import MAX_DOMAINS
 
-
 _RDMA: tuple[NicKind, ...] = ("efa", "verbs")  # in the order of choice of EngineConfig's "auto"
 _OVER_IP = ("tcp", "net", "tcp;ofi_rxm")
 

@@ -66,6 +66,8 @@ def test_an_unsupported_architecture(tmp_path, serving_folder):
         (("--mixed", "tp=1", "--max-model-len", "100000"), "max_model_len=100000 exceeds"),
         (("--mixed", "tp=1", "--chunks", "1"), "chunks=1 must be at least 2"),
         (("--prefill", "tp=1", "--decode", "tp=1", "--provider", "warp"), "warp"),
+        (("--prefill", "nics=lo+lo", "--decode", ""), "nics: 'lo' is named twice"),
+        (("--prefill", "nics=nic9", "--decode", ""), "prefill-0: nics=nic9: provider"),
     ],
 )
 def test_options_that_cannot_work(serving_folder, arguments, message):

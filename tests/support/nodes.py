@@ -103,7 +103,8 @@ def timing_of(node: DecodeNode, request_id: str) -> RequestTiming:
 
 def engine_for(node: NodeConfig, **more: Any) -> TransferEngine:
     """A transfer engine on loopback, fast to notice a dead peer."""
-    return TransferEngine(EngineConfig(provider=node.provider, **more), hello=None)
+    config = EngineConfig(provider=node.provider, domains=node.nics, **more)
+    return TransferEngine(config, hello=None)
 
 
 class Pair:
