@@ -1,0 +1,278 @@
+"""What a request would move between two meshes, and how long: a row of the sweep."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxdisagg.cache_layout import CacheLayout
+from jaxdisagg.config import NodeConfig, parse_node
+from jaxdisagg.model_fit import ModelFit, fit_config
+from jaxdisagg.sweep.compute import Device, LayerWork, active_parameters, layer_work
+from jaxdisagg.sweep.nics import NicLoad, imbalance, nic_load
+from jaxdisagg.sweep.overlap import Stage, overlap
+from jaxdisagg.sweep.shapes import ModelShapes
+from jaxdisagg.sweep.tables import count
+from jaxdisagg.transfer_plan import Traffic, TransferPlan, plan, traffic
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to ask of every pair of meshes.
+
+    `nics` of a prefill and of a decode device; `nic_gbps` each NIC's speeds to try, 10^9 bits/s;
+    `chunk` tokens per prefill step, 0 being the whole prompt; `seeds` requests to average over.
+    Raises ValueError naming the field.
+    """
+
+    device: Device
+    nics: tuple[int, int] = (1, 1)
+    nic_gbps: tuple[float, ...] = (400.0,)
+    chunk: int = 0
+    seeds: int = 64
+
+    def __post_init__(self) -> None:
+        if len(self.nics) != 2 or min(self.nics) < 1:
+            raise ValueError(f"nics_per_device: {self.nics}, must be at least 1 on both sides")
+        if max(self.nics) > MAX_NICS:
+            raise ValueError(f"nics_per_device: {max(self.nics)}, must be at most {MAX_NICS}")
+        if not self.nic_gbps or not all(0 < speed < float("inf") for speed in self.nic_gbps):
+            raise ValueError(f"nic_gbps: {self.nic_gbps}, must be above 0")
+        if self.chunk < 0:
+            raise ValueError(f"chunk: {self.chunk}, must not be negative")
+        if self.seeds < 1:
+            raise ValueError(f"seeds: {self.seeds}, must be at least 1")
+
+    def assumptions(self) -> str:
+        """What the estimates assume, in a line."""
+        source, destination = self.nics
+        step = f"steps of {self.chunk:,} tokens" if self.chunk else "one step"
+        device = self.device
+        return (
+            f"assumed: {device.tflops:g} TFLOPS a device, {device.mfu:.0%} of it reached; "
+            f"{source} NIC{'s' * (source > 1)} a prefill device, {destination} a decode device; "
+            f"a prompt in {step}"
+        )
+
+
+MAX_NICS = 64  # of one engine
+
+
+@dataclass(frozen=True)
+class Load:
+    """The requests of a pair: `requests` prompts of each of `tokens` lengths.
+
+    Raises ValueError naming the field.
+    """
+
+    tokens: tuple[int, ...]
+    requests: int
+
+    def __post_init__(self) -> None:
+        if self.requests < 1:
+            raise ValueError(f"requests: {self.requests}, must be at least 1")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One mesh as the user wrote it, its node, and the model on it."""
+
+    text: str
+    node: NodeConfig
+    fit: ModelFit
+
+
+def fit_side(text: str, base: NodeConfig, shapes: ModelShapes) -> Side:
+    """The side that `text` (`tp=4,dp=2,page_size=64`) describes, `base` filling in the rest.
+
+    Raises ValueError, naming the field, for a mesh that cannot be or does not fit the model.
+    """
+    node = parse_node(text, replace(base, dtype=shapes.config.dtype, mtp=shapes.config.mtp))
+    return Side(text, node, fit_config(node, shapes.family, shapes.config))
+
+
+def check_tokens(tokens: Sequence[int], shapes: ModelShapes) -> None:
+    """Raise ValueError for a prompt length that has no transfer, or that the model cannot take."""
+    for length in tokens:
+        if not 2 <= length <= shapes.config.max_position:
+            raise ValueError(
+                f"tokens: {length}, must be 2 to {shapes.config.max_position} "
+                f"(max_position_embeddings of {shapes.name}; one token alone moves nothing)"
+            )
+
+
+def context_bytes(side: Side) -> int:
+    """Bytes of the context: one hidden state."""
+    return side.fit.config.hidden_size * side.fit.layout.itemsize
+
+
+def request_traffic(prefill: Side, decode: Side, tokens: int, seed: int) -> Traffic:
+    """What one request moves, the context included, by rank pair."""
+    planned = plan(prefill.fit.layout, decode.fit.layout, seed)
+    return traffic(planned, tokens, context_bytes=context_bytes(prefill))
+
+
+def predict(prefill: Side, decode: Side, tokens: int, question: Question) -> dict[str, Any]:
+    """The row of a pair for prompts of `tokens` tokens; docs/mesh-experiments.md has its keys.
+
+    Raises ValueError, naming the field, for meshes that cannot be mapped.
+    """
+    source, destination = prefill.fit.layout, decode.fit.layout
+    context = context_bytes(prefill)
+    loads: list[NicLoad] = []
+    for seed in range(question.seeds):
+        planned = plan(source, destination, seed)
+        pages = traffic(planned, tokens, context_bytes=None)
+        whole = traffic(planned, tokens, context_bytes=context)
+        loads.append(nic_load(pages, whole, source.layers, question.nics))
+    first = plan(source, destination, 0)
+    moved = traffic(first, tokens, context_bytes=context)
+    lengths = [unit.length for unit in first.units]
+    return {
+        "prefill": prefill.text,
+        "decode": decode.text,
+        "tokens": tokens,
+        "dtype": prefill.fit.config.dtype,
+        "prefill_cache_bytes_per_token": bytes_per_token(source),
+        "decode_cache_bytes_per_token": bytes_per_token(destination),
+        "page_writes": int(moved.units.sum()),
+        "bytes": int(moved.bytes.sum()),
+        "unit_bytes": [min(lengths), max(lengths)],
+        "nics_per_device": list(question.nics),
+        **_balance("prefill", [load.source for load in loads]),
+        **_balance("decode", [load.destination for load in loads]),
+        "mapping": mapping(first),
+        "times": _times(prefill, first, tokens, question, loads),
+    }
+
+
+def bytes_per_token(layout: CacheLayout) -> int:
+    """Bytes that a token takes in the cache of one device, all layers."""
+    return layout.layers * layout.shard_bytes // layout.page_size
+
+
+def _balance(side: str, loads: list[np.ndarray]) -> dict[str, Any]:
+    """Of one side's NICs: the busiest in any request, and max over mean in two senses."""
+    requests = [load.sum(axis=0) for load in loads]
+    return {
+        f"{side}_nic_bytes": round(max(float(load.max()) for load in requests)),
+        f"{side}_imbalance": float(np.mean([imbalance(load) for load in requests])),
+        f"{side}_imbalance_all": imbalance(np.sum(requests, axis=0)),
+    }
+
+
+def _times(
+    prefill: Side, planned: TransferPlan, tokens: int, question: Question, loads: list[NicLoad]
+) -> list[dict[str, Any]]:
+    """For each NIC speed the seed with the longest tail: an estimate, and on the safe side."""
+    works = layer_work(prefill.fit)
+    chunks = list(_chunks(planned, tokens, question.chunk))
+    different = {load.both.tobytes(): load for load in loads}.values()  # often one: no choice
+    found = []
+    for gbps in question.nic_gbps:
+        runs = [
+            overlap(_stages(works, chunks, question.device, load), load.both[-1], gbps)
+            for load in different
+        ]
+        worst = max(runs, key=lambda run: run.tail)
+        found.append(
+            {
+                "nic_gbps": gbps,
+                "layer_compute_ms": worst.compute / len(works) * 1e3,
+                "layer_transfer_ms": worst.wire / len(works) * 1e3,
+                "compute_ms": worst.compute * 1e3,
+                "transfer_ms": worst.wire * 1e3,
+                "hidden": worst.hidden,
+                "tail_ms": worst.tail * 1e3,
+            }
+        )
+    return found
+
+
+def _chunks(planned: TransferPlan, tokens: int, size: int) -> Iterator[tuple[int, int, float]]:
+    """(first token, end, its part of a layer's bytes) of each prefill step; size 0: one step."""
+    total = tokens - 1
+
+    def completed(begin: int, end: int) -> int:
+        spans = planned.spans
+        return sum(
+            unit.length * len(spans.completed(spans.spans[unit.span], begin, end, total))
+            for unit in planned.units
+        )
+
+    whole = completed(0, total)
+    for begin in range(0, total, size or total):
+        end = min(begin + (size or total), total)
+        yield begin, end, completed(begin, end) / whole
+
+
+def _stages(
+    works: Sequence[LayerWork],
+    chunks: Sequence[tuple[int, int, float]],
+    device: Device,
+    load: NicLoad,
+) -> list[Stage]:
+    """Every layer of every chunk, one after the other."""
+    layers = load.both
+    return [
+        Stage(
+            device.seconds(work.before_pages(begin, end)),
+            device.seconds(work.after_pages(begin, end)),
+            layers[number] * part,
+        )
+        for begin, end, part in chunks
+        for number, work in enumerate(works)
+    ]
+
+
+def headline(side: Side, name: str) -> str:
+    """The model in a line: its cache and its parameters."""
+    layout = side.fit.layout
+    whole = bytes_per_token(replace(layout, tp=1, dp=1))
+    everything, met = active_parameters(side.fit)
+    heads = f"{layout.kv_heads} KV heads of" if layout.kind == "gqa" else "a latent of"
+    of_it = f" ({count(met)} for a token)" if met < everything else ""
+    return (
+        f"{name}: {count(everything)} parameters{of_it}, {layout.layers} layers with {heads} "
+        f"{layout.head_dim}, {side.fit.config.dtype}: {whole:,} cache bytes a token"
+    )
+
+
+def mapping(planned: TransferPlan) -> str:
+    """In words how page shards become page shards, counted from a plan."""
+    source, destination = planned.source, planned.destination
+    writers = {
+        rank: {u.source_rank for u in planned.units if u.destination_rank == rank}
+        for rank in range(destination.tp)
+    }
+    readers = {
+        rank: {u.destination_rank for u in planned.units if u.source_rank == rank}
+        for rank in range(source.tp)
+    }
+    most = max(map(len, readers.values()))
+    sending = sum(bool(found) for found in readers.values())
+    if source.kind == "mla":
+        ranks = (
+            f"each of {destination.tp} decode ranks" if destination.tp > 1 else "the decode rank"
+        )
+        chosen = ", chosen by the seed" if sending < source.tp else ""
+        return (
+            f"MLA: {ranks} gets a copy of every latent page; {sending} of {source.tp} prefill "
+            f"ranks send it{chosen}, {most} {'copies' if most > 1 else 'copy'} at most"
+        )
+    parts = max(map(len, writers.values()))
+    cut = len(source.heads_of(0)) // len(destination.heads_of(0))
+    if parts > 1:
+        said = [f"rebuilt: a decode rank's page comes in parts from {parts} prefill ranks"]
+    elif cut > 1:
+        said = [f"split: a prefill rank's page is cut by heads into {cut}"]
+    else:
+        said = ["a page's heads are the same on both sides"]
+    if destination.replicas > 1:
+        said.append(f"{destination.replicas} decode ranks get copies of the same heads")
+    if source.replicas > 1:
+        said.append(
+            f"one of {source.replicas} prefill ranks with the same heads sends, by the seed"
+        )
+    return f"GQA: {'; '.join(said)}"
