@@ -54,7 +54,7 @@ def main(
     model: Annotated[
         Path, typer.Option(help=f"model folder in Hugging Face form, or {', '.join(MADE)}")
     ],
-    prefill: Annotated[list[str], typer.Option(help="a prefill node: tp=1,cpus=0")] = [],  # noqa: B006
+    prefill: Annotated[list[str], typer.Option(help="a prefill node: tp=1,cpus=0,nics=eth0")] = [],  # noqa: B006
     decode: Annotated[list[str], typer.Option(help="a decode node: tp=1,cpus=1")] = [],  # noqa: B006
     mixed: Annotated[list[str], typer.Option(help="a node that does both: tp=1")] = [],  # noqa: B006
     config: Annotated[Path | None, typer.Option(help="a TOML file with the nodes instead")] = None,

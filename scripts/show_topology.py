@@ -31,7 +31,7 @@ from ffi_transport.types import PROVIDERS
 from jaxdisagg.start_progress import print_error
 
 SYSFS = Path("/sys")
-NUMBER_OF_WORDS = 8
+NUMBER_OF_WORDS = 4
 
 
 def parse_devices(text: str, topology: Topology) -> Sequence[str] | int:
@@ -104,9 +104,9 @@ def choice_table(ways: Sequence[FabricChoice]) -> Table:
 def shorten(words: Sequence[str]) -> str:
     """The words, those in the middle left out if there are many."""
     if len(words) <= NUMBER_OF_WORDS:
-        return ", ".join(words)
+        return " ".join(words)
     half = NUMBER_OF_WORDS // 2
-    return f"{', '.join(words[:half])}, ... {', '.join(words[-half:])} ({len(words)})"
+    return f"{' '.join(words[:half])} ... {' '.join(words[-half:])} ({len(words)})"
 
 
 def document(

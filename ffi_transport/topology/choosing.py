@@ -49,9 +49,9 @@ def choices(
         if provider in ("auto", kind) and usable(topology, kind)
     ]
     if provider in ("auto", *_OVER_IP):
-        why = "the first interface of the provider for the node's address"
+        why = "the provider's first for the node's address"
         if provider == "auto":
-            why += " (no RDMA NIC works)" if not found else " (if libfabric lacks the above)"
+            why += " (no RDMA NIC works)" if not found else ", if that fails"
         found.append(FabricChoice(provider, (), (), (), why))
     elif not found:
         # Sysfs need not show all (in a container): libfabric has the last word.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from repository import REPOSITORY
 from show_topology import main
-from sysfs_tree import connectx_8, p5_like
+from sysfs_tree import connectx_8, no_nic, p5_like
 from typer import Typer
 from typer.testing import CliRunner, Result
 
@@ -27,10 +27,22 @@ def test_tables_of_p5(tmp_path):
     assert "rdmap82s0 efa 0000:52:00.0 0 100 rdmap82s0-rdm works 0000:53:00.0" in rows
     assert "ens32 ip 0000:20:05.0 0 100 ens32 works -" in rows
     assert (
-        "0000:ca:00.0 1 rdmap198s0, rdmap199s0, rdmap200s0, rdmap201s0 4 by PCIe switch "
-        "48-95,144-191"
+        "0000:ca:00.0 1 rdmap198s0 rdmap199s0 rdmap200s0 rdmap201s0 4 by PCIe switch 48-95,144-191"
     ) in rows
     assert "32 efa NICs by topology" in shown.output
+
+
+@pytest.mark.parametrize("make", [p5_like, connectx_8, no_nic])
+def test_the_tables_of_the_documentation(tmp_path, make):
+    """Each is printed so, line by line; lines may have been left out."""
+    text = (REPOSITORY / "docs/topology.md").read_text()
+    _, _, rest = text.partition(f"show_topology.py --root {make.__name__}\n")
+    lines = rest.partition("```")[0].splitlines()
+    assert len(lines) > 10
+    shown = run("--root", str(make(tmp_path).root), columns=110).output
+    printed = [line.rstrip() for line in shown.splitlines()]
+    for line in lines:
+        assert line in printed or line.strip() == "...", line
 
 
 def test_json_of_some_devices_with_named_nics(tmp_path):
