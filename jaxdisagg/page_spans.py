@@ -86,12 +86,3 @@ def pages_for(prompt_length: int, page_size: int) -> int:
     if prompt_length < 1:
         raise ValueError(f"prompt_length: {prompt_length}, must be at least 1")
     return -(-(prompt_length - 1) // page_size)
-
-
-def chunk_pages(begin: int, end: int, total: int, page_size: int) -> range:
-    """Which pages (by index in the request) rows [begin, end) of `total` complete.
-
-    `PageSpans.completed` where both sides have pages of one size.
-    """
-    spans = page_spans(page_size, page_size)
-    return spans.completed(spans.spans[0], begin, end, total)

@@ -19,7 +19,6 @@ import numpy as np
 
 from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.page_spans import PageSpans, page_spans
-from jaxdisagg.page_spans import chunk_pages as chunk_pages
 from jaxdisagg.page_spans import pages_for as pages_for
 
 MAX_UNIT_BYTES = 1 << 20
@@ -117,7 +116,8 @@ def plan(source: CacheLayout, destination: CacheLayout, seed: int = 0) -> Transf
     source ranks' loads differ by at most one shard of the pages (one head, or the latent), and by
     nothing where every shard has one holder or `destination.tp` is a multiple of `source.tp`; and
     by one context. So a wide destination keeps every source device at work, and narrow ones spread
-    over all of them request by request.
+    over all of them request by request. The NICs of one device share what it sends to, or gets
+    from, each device of the other side within one unit (csrc/lanes.h).
 
     Raises ValueError naming the field and both values for layouts that cannot be mapped.
     """

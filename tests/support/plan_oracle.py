@@ -8,6 +8,7 @@ transfer engine would: pages of each layer, `length` bytes from one offset to an
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -58,13 +59,15 @@ def numbers(layout: CacheLayout, layer: int, tokens: np.ndarray) -> np.ndarray:
 class Side:
     """One node's memory: `memory[dp rank][tp rank][layer]` is int64[pool, page bytes].
 
-    `pages` are the request's, in the order of its tokens, on dp rank `dp_rank`.
+    `pages` are the request's, in the order of its tokens, on dp rank `dp_rank`. With `real` each
+    byte is a byte of memory, uint8, made from its number.
     """
 
     layout: CacheLayout
     dp_rank: int
     pool: int
     pages: np.ndarray
+    real: bool = False
     memory: list[list[np.ndarray]] = field(default_factory=list)
     times: list[list[np.ndarray]] = field(default_factory=list)
 
@@ -74,8 +77,13 @@ class Side:
             fill = NOTHING if dp_rank == self.dp_rank else FOREIGN
             shape = (layers, self.pool, page)
             ranks = range(self.layout.tp)
-            self.memory.append([np.full(shape, fill, np.int64) for _ in ranks])
+            self.memory.append([self._bytes(np.full(shape, fill)) for _ in ranks])
             self.times.append([np.zeros(shape, np.int64) for _ in ranks])
+
+    def _bytes(self, numbered: np.ndarray) -> np.ndarray:
+        if not self.real:
+            return numbered
+        return (numbered * 2654435761 >> 16 & 0xFF).astype(np.uint8)
 
     def prefill(self, begin: int, end: int) -> None:
         """Write tokens [begin, end) of the request into every tp rank that holds a head of them."""
@@ -85,14 +93,33 @@ class Side:
             held = heads_of(self.layout, rank)
             cache = memory.reshape(self.layout.layers, self.pool, *page_shape(self.layout))
             for layer in range(self.layout.layers):
-                values = numbers(self.layout, layer, tokens)[held]
+                values = self._bytes(numbers(self.layout, layer, tokens)[held])
                 cache[layer, pages, :, :, rows] = np.moveaxis(values, 2, 0)
+
+    def _places(self, rows: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+        """Page and place in it of each of the first tokens; the shape of a tp rank's memory."""
+        tokens = np.arange(rows)
+        pages, at = self.pages[tokens // self.layout.page_size], tokens % self.layout.page_size
+        return pages, at, (self.layout.layers, self.pool, *page_shape(self.layout))
+
+    def misplaced(self, rows: int) -> Iterator[str]:
+        """Where the first `rows` tokens, or pages of someone else, are not what they must be."""
+        pages, at, shape = self._places(rows)
+        others = np.setdiff1d(np.arange(self.pool), self.pages)
+        for rank, memory in enumerate(self.memory[self.dp_rank]):
+            cache = memory.reshape(shape)
+            if (cache[:, others] != self._bytes(np.array(NOTHING))).any():
+                yield f"tp rank {rank}: a page of someone else is not as it was"
+            for layer in range(self.layout.layers):
+                values = numbers(self.layout, layer, np.arange(rows))[heads_of(self.layout, rank)]
+                wanted = self._bytes(np.moveaxis(values, 2, 0))
+                if (cache[layer, pages, :, :, at] != wanted).any():
+                    yield f"tp rank {rank}, layer {layer}: a byte came from another byte"
 
     def wrong(self, rows: int) -> Iterator[str]:
         """What is not as it must be after `rows` tokens have arrived. Nothing, of a right plan."""
-        tokens = np.arange(rows)
-        pages, at = self.pages[tokens // self.layout.page_size], tokens % self.layout.page_size
-        shape = (self.layout.layers, self.pool, *page_shape(self.layout))
+        pages, at, shape = self._places(rows)
+        yield from self.misplaced(rows)
         for dp_rank, ranks in enumerate(self.times):
             for rank, times in enumerate(ranks):
                 where = f"dp rank {dp_rank}, tp rank {rank}"
@@ -107,11 +134,6 @@ class Side:
                     yield f"{where}: a byte was written twice"
                 if times[:, np.setdiff1d(np.arange(self.pool), self.pages)].any():
                     yield f"{where}: a page of someone else was written"
-                cache = self.memory[dp_rank][rank].reshape(shape)
-                for layer in range(self.layout.layers):
-                    wanted = numbers(self.layout, layer, tokens)[heads_of(self.layout, rank)]
-                    if (cache[layer, pages, :, :, at] != np.moveaxis(wanted, 2, 0)).any():
-                        yield f"{where}, layer {layer}: a byte came from another byte"
 
 
 @dataclass(frozen=True)
@@ -196,17 +218,20 @@ class Request:
         """The decode node."""
         return FakeRemote(FakeHello(self.destination.layout, self.processes))
 
-    def carry_out(self, damage: Any = lambda writes: writes) -> "Carried":
-        """Prefill chunk by chunk and carry out what is posted after each."""
+    def writes(self) -> Iterator[PlanWrite]:
+        """Prefill chunk by chunk, and what a planner releases after each."""
         cache: Any = FakeCache(self.source.layout)
         planner = StepPlanner(self.source.layout, cache)
-        carried = Carried(self)
         transfers = {process: 100 + process for process in range(self.processes)}
-        for begin, end in zip(self.bounds, self.bounds[1:], strict=False):
+        for begin, end in pairwise(self.bounds):
             self.source.prefill(begin, end)
-            writes = planner.writes_of(self.planned, begin, end, self.remote, transfers)
-            for write in damage(writes):
-                carried.post(write)
+            yield from planner.writes_of(self.planned, begin, end, self.remote, transfers)
+
+    def carry_out(self) -> "Carried":
+        """Carry out what is posted after each chunk."""
+        carried = Carried(self)
+        for write in self.writes():
+            carried.post(write)
         return carried
 
 
@@ -274,6 +299,7 @@ def make_request(
     seed: int = 0,
     cuts: Iterable[int] = (),
     processes: int = 1,
+    real: bool = False,
 ) -> Request:
     """A request with shuffled pages on the last dp rank of either side, chunks ending at `cuts`."""
     rng = np.random.default_rng(seed)
@@ -282,7 +308,7 @@ def make_request(
     def side(layout: CacheLayout, spare: int) -> Side:
         need = -(-rows // layout.page_size)
         pool = need + spare
-        return Side(layout, layout.dp - 1, pool, rng.permutation(pool)[:need])
+        return Side(layout, layout.dp - 1, pool, rng.permutation(pool)[:need], real)
 
     bounds = sorted({0, rows, *(cut % (rows + 1) for cut in cuts)})
     return Request(side(source, 2), side(destination, 3), length, seed, bounds, processes)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxdisagg.page_spans import Span, chunk_pages, page_spans, pages_for
+from jaxdisagg.page_spans import Span, page_spans, pages_for
 
 sizes = st.integers(1, 24)
 
@@ -72,19 +72,6 @@ def test_chunks_cover_each_span_once_and_only_when_it_is_complete(a, b, length, 
     for span in found.spans:
         begins = range(span.begin, rows, found.period)
         assert found.count(span, rows) == len(begins)
-
-
-@given(sizes, st.integers(1, 80), st.lists(st.integers(0, 80), max_size=8))
-def test_chunks_cover_each_page_once_and_only_when_it_is_complete(page_size, length, cuts):
-    rows = length - 1
-    bounds = sorted([0, rows, *(c % (rows + 1) for c in cuts)])
-    covered: list[int] = []
-    for begin, end in pairwise(bounds):
-        pages = chunk_pages(begin, end, rows, page_size)
-        for page in pages:
-            assert end >= min((page + 1) * page_size, rows), "sent before it was complete"
-        covered.extend(pages)
-    assert covered == list(range(pages_for(length, page_size)))
 
 
 @pytest.mark.parametrize(
