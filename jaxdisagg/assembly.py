@@ -12,6 +12,8 @@ from jaxdisagg.event_pump import EventPump
 from jaxdisagg.fabric import open_fabric as open_fabric
 from jaxdisagg.group.decode_fabric import DecodeFabric
 from jaxdisagg.group.gathering import gather
+from jaxdisagg.group.leader import LeaderGroup
+from jaxdisagg.group.messages import WarmedUp
 from jaxdisagg.group.node_fabric import Group, NodeFabric, OneProcess
 from jaxdisagg.group.prefill_fabric import PrefillFabric
 from jaxdisagg.local_prefiller import LocalPrefiller
@@ -24,15 +26,58 @@ from jaxdisagg.registration import register_cache
 from jaxdisagg.runner import ModelRunner
 from jaxdisagg.sampler import MAX_LOGPROBS
 from jaxdisagg.step_plans import StepPlanner
-from models.interface import Hook
 
 Progress = Callable[[str], None]
 
+START_SECONDS = 600.0  # for the followers to have warmed up too
+ABANDON_SECONDS = 1.0  # for a node's loop to fail by itself when a follower is lost
 
-def _runner(node: NodeConfig, model: LoadedModel, trigger: Hook | None = None) -> ModelRunner:
+
+def make_runner(
+    node: NodeConfig,
+    model: LoadedModel,
+    engine: TransferEngine | None,
+    group: LeaderGroup | None = None,
+) -> ModelRunner:
+    """The runner of a node, or of one of its processes; only a prefill node's steps trigger.
+
+    `group` is the leader's, for a node of several processes: its followers run what this one does.
+    """
+    trigger = make_trigger(engine.index) if engine is not None and node.role == "prefill" else None
     return ModelRunner(
-        node, model.family, model.config, model.params, model.mesh, model.rules, trigger=trigger
+        node,
+        model.family,
+        model.config,
+        model.params,
+        model.mesh,
+        model.rules,
+        trigger=trigger,
+        share=None if group is None else group.broadcast,
     )
+
+
+def _warm_runner(
+    node: NodeConfig,
+    model: LoadedModel,
+    engine: TransferEngine | None,
+    group: LeaderGroup | None,
+    progress: Progress,
+) -> ModelRunner:
+    runner = make_runner(node, model, engine, group)
+    runner.warm_up(progress)
+    if group is not None:
+        group.collect(WarmedUp, START_SECONDS)
+    return runner
+
+
+def _lead(group: LeaderGroup | None, node: PrefillNode | DecodeNode) -> None:
+    """A node of several processes shows them, and fails when one of them is lost."""
+    if group is None:
+        return
+    runner = node.runner
+    node.processes = lambda: group.state(runner.steps, runner.compiles_after_warm_up)
+    node.explain = group.explain
+    group.when_lost(lambda reason: node.abandon(reason, ABANDON_SECONDS))
 
 
 def _hello(
@@ -99,12 +144,16 @@ class PrefillParts(FabricParts[PrefillNode]):
     """A prefill node that runs."""
 
     def __init__(
-        self, node: NodeConfig, model: LoadedModel, engine: TransferEngine, progress: Progress
+        self,
+        node: NodeConfig,
+        model: LoadedModel,
+        engine: TransferEngine,
+        progress: Progress,
+        group: LeaderGroup | None = None,
     ) -> None:
         super().__init__(engine)
-        self.runner = _runner(node, model, make_trigger(engine.index))
-        self.runner.warm_up(progress)
-        processes = OneProcess()
+        self.runner = _warm_runner(node, model, engine, group, progress)
+        processes = group or OneProcess()
         hello = _hello(node, model, self.runner, engine, processes)
         fabric = PrefillFabric(
             engine,
@@ -118,6 +167,7 @@ class PrefillParts(FabricParts[PrefillNode]):
         messenger = PrefillMessenger(fabric, hello, model.config.vocab_size)
         self.node = PrefillNode(node, self.runner, messenger)
         messenger.attach(self.node)
+        _lead(group, self.node)
         self._start(fabric, hello)
 
 
@@ -125,12 +175,16 @@ class DecodeParts(FabricParts[DecodeNode]):
     """A decode node that runs."""
 
     def __init__(
-        self, node: NodeConfig, model: LoadedModel, engine: TransferEngine, progress: Progress
+        self,
+        node: NodeConfig,
+        model: LoadedModel,
+        engine: TransferEngine,
+        progress: Progress,
+        group: LeaderGroup | None = None,
     ) -> None:
         super().__init__(engine)
-        self.runner = _runner(node, model)
-        self.runner.warm_up(progress)
-        processes = OneProcess()
+        self.runner = _warm_runner(node, model, engine, group, progress)
+        processes = group or OneProcess()
         hello = _hello(node, model, self.runner, engine, processes)
         fabric = DecodeFabric(
             engine,
@@ -142,17 +196,24 @@ class DecodeParts(FabricParts[DecodeNode]):
         self.node = DecodeNode(node, self.runner, engine_info(node, model))
         self.messenger = DecodeMessenger(self.node, fabric, hello)
         self.node.prefiller = self.messenger
+        _lead(group, self.node)
         self._start(fabric, hello)
 
 
 class MixedParts:
     """A mixed node that runs."""
 
-    def __init__(self, node: NodeConfig, model: LoadedModel, progress: Progress) -> None:
-        self.runner = _runner(node, model)
-        self.runner.warm_up(progress)
+    def __init__(
+        self,
+        node: NodeConfig,
+        model: LoadedModel,
+        progress: Progress,
+        group: LeaderGroup | None = None,
+    ) -> None:
+        self.runner = _warm_runner(node, model, None, group, progress)
         self.node = DecodeNode(node, self.runner, engine_info(node, model))
         self.node.prefiller = LocalPrefiller(self.node)
+        _lead(group, self.node)
         self.node.start()
 
     def stop(self, timeout: float) -> None:

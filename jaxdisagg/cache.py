@@ -17,7 +17,10 @@ from models.interface import CacheSpec
 
 @dataclass(frozen=True)
 class Shard:
-    """One device's part of one buffer. `rank` is the mesh position, `ordinal` the device's own."""
+    """One device's part of one buffer.
+
+    `rank` is the mesh position, `ordinal` the number by which XLA's FFI calls name the device.
+    """
 
     rank: int
     ordinal: int
@@ -31,6 +34,11 @@ def _allocate(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> ja
         return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"pages: a cache buffer of shape {shape} cannot be had: {error}") from None
+
+
+def _ordinal(device: jax.Device) -> int:
+    """XLA's own number of a device: a CPU's counts through all processes of a node, with gaps."""
+    return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
 def _pointers(array: jax.Array) -> dict[int, tuple[int, int]]:
@@ -87,11 +95,15 @@ class PagedCache:
         return (*self.layers, self.context)
 
     def shards(self) -> list[Shard]:
-        """Every device's shard of every layer, the context buffer last; rank-major."""
+        """Every shard of every layer, the context buffer last, on this process's devices.
+
+        Rank-major; of a node of several processes, other ranks are other processes' business.
+        """
         pointers = [_pointers(array) for array in self._buffers()]
         return [
-            Shard(rank, device.local_hardware_id, layer, *pointers[layer][device.id])
+            Shard(rank, _ordinal(device), layer, *pointers[layer][device.id])
             for rank, device in enumerate(rank_devices(self.mesh))
+            if device.id in pointers[0]
             for layer in range(len(pointers))
         ]
 

@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from ffi_transport.types import MAX_DOMAINS
-
 Role = Literal["prefill", "decode", "mixed"]
 DTYPES = ("float32", "bfloat16")
 PROVIDERS = ("auto", "efa", "verbs", "tcp", "net", "tcp;ofi_rxm")
 MAX_CPUS = 4096
+# The engine's MAX_DOMAINS; importing that imports numpy, whose threads start at once, and a process
+# reads its configuration before it is pinned.
+MAX_NICS = 64
 DEFAULT_MODEL_LEN = 2048
 DEFAULT_PORT = 8000
 
@@ -34,18 +35,24 @@ def _check_port(**ports: int) -> None:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices of one node: dp replicas of tp ranks; `cpus` pins the process (empty: not pinned).
+    """Devices of one node: dp replicas of tp ranks; `cpus` pins the node (empty: not pinned).
 
     `ep` adds no devices: experts are cut over `dp`, over `tp` or over all of them, that many parts.
+    `processes` hold equal shares of the devices, in rank order.
     """
 
     tp: int = 1
     dp: int = 1
     ep: int = 1
     cpus: tuple[int, ...] = ()
+    processes: int = 1
 
     def __post_init__(self) -> None:
-        _at_least(1, tp=self.tp, dp=self.dp, ep=self.ep)
+        _at_least(1, tp=self.tp, dp=self.dp, ep=self.ep, processes=self.processes)
+        if self.devices % self.processes:
+            raise ValueError(
+                f"processes={self.processes} must divide the dp*tp={self.devices} devices"
+            )
         if self.ep not in (1, self.dp, self.tp, self.devices):
             raise ValueError(
                 f"ep={self.ep} must be 1, dp={self.dp}, tp={self.tp} or dp*tp={self.devices}"
@@ -56,6 +63,13 @@ class MeshConfig:
     def devices(self) -> int:
         """Number of devices that the node uses."""
         return self.tp * self.dp
+
+    def cpus_of(self, process: int) -> tuple[int, ...]:
+        """The CPUs of one process: its part of `cpus`, or all where there are too few to part."""
+        n = len(self.cpus)
+        if n < self.processes:
+            return self.cpus
+        return self.cpus[process * n // self.processes : (process + 1) * n // self.processes]
 
 
 @dataclass(frozen=True)
@@ -104,6 +118,7 @@ class Timeouts:
 
     `queue`: for pages and a peer, before the prefill begins. `prefill`: from PREFILL to the last
     counted write. `cancel_resend`: between two CANCELs. `cancel_fence`: for the answer to them.
+    `member`: a process of this node that says nothing for so long has hung, and the node fails.
     """
 
     connect: float = 10.0
@@ -111,6 +126,7 @@ class Timeouts:
     prefill: float = 120.0
     cancel_resend: float = 0.5
     cancel_fence: float = 10.0
+    member: float = 15.0
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -125,7 +141,9 @@ class NodeConfig:
     `nics` are the network devices that the cache goes through, by name or IPv4 address; () is by
     topology with efa and verbs, else the provider's first. The sides of a pair may have unequal
     numbers. `mtp` loads the model's multi-token-prediction module, which drafts tokens for the
-    decode steps to check; both sides of a pair must agree on it.
+    decode steps to check; both sides of a pair must agree on it. Of a node of several processes,
+    each has the same configuration but for `process`, its number, and `group`, "host:port" at which
+    process 0 listens for the others (there None: a free port of `host`).
     """
 
     role: Role
@@ -145,8 +163,11 @@ class NodeConfig:
     max_requests: int = 256
     rules: Path | None = None
     mtp: bool = False
+    process: int = 0
+    group: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_process()
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
         if self.role not in ("prefill", "decode", "mixed"):
@@ -167,8 +188,23 @@ class NodeConfig:
                 raise ValueError(f"nics: {name!r} is no name of a network device and no address")
             if self.nics.count(name) > 1:
                 raise ValueError(f"nics: {name!r} is named twice")
-        if len(self.nics) > MAX_DOMAINS:
-            raise ValueError(f"nics: {len(self.nics)} are more than {MAX_DOMAINS}")
+        if len(self.nics) > MAX_NICS:
+            raise ValueError(f"nics: {len(self.nics)} are more than {MAX_NICS}")
+
+    def _check_process(self) -> None:
+        if not 0 <= self.process < self.mesh.processes:
+            raise ValueError(
+                f"process={self.process} must be in 0..{self.mesh.processes - 1}: "
+                f"processes={self.mesh.processes}"
+            )
+        if self.group is None:
+            if self.process:
+                raise ValueError(f"group: process {self.process} must know where process 0 listens")
+            return
+        host, _, port = self.group.rpartition(":")
+        if not host or not _is_number(port):
+            raise ValueError(f"group={self.group!r} must be HOST:PORT")
+        _check_port(group=int(port))
 
     @property
     def table_width(self) -> int:
@@ -194,6 +230,9 @@ class ServeConfig:
         if len(set(ids)) < len(ids):
             raise ValueError(f"id: {max(ids, key=ids.count)!r} names more than one node")
         _check_port(port=self.port)
+        for node in self.nodes:
+            if node.process:
+                raise ValueError(f"process={node.process}: {node.id} is started as a whole")
         self._check_pairs()
 
     def _check_pairs(self) -> None:
@@ -256,13 +295,13 @@ def parse_node(text: str, base: NodeConfig) -> NodeConfig:
             node["nics"] = tuple(value.split("+"))
             continue
         target = {
-            "tp": mesh, "dp": mesh, "ep": mesh, "pages": cache, "page_size": cache,
-            "fabric_port": node, "http_port": node,
+            "tp": mesh, "dp": mesh, "ep": mesh, "processes": mesh,
+            "pages": cache, "page_size": cache, "fabric_port": node, "http_port": node,
         }.get(key)  # fmt: skip
         if target is None or not eq:
             raise ValueError(
-                f"{item!r}: expected tp=, dp=, ep=, cpus=, nics=, pages=, page_size=, "
-                "http_port=, fabric_port="
+                f"{item!r}: expected tp=, dp=, ep=, processes=, cpus=, nics=, pages=, "
+                "page_size=, http_port=, fabric_port="
             )
         if not _is_number(value):
             raise ValueError(f"{key}={value!r}: expected a whole number")

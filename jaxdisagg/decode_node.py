@@ -112,6 +112,7 @@ class DecodeNode(StepLoop):
             **({"drafts": dict(self._drafts)} if self._drafts else {}),
             "compiles_after_warm_up": self.runner.compiles_after_warm_up,
             "failure": self.failure,
+            **({"processes": self.processes()} if self.processes else {}),
             **(self.prefiller.state() if self.prefiller else {}),
         }
 

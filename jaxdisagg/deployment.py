@@ -1,9 +1,11 @@
-"""A deployment on this machine: a router in this process and every node in one of its own."""
+"""A deployment on this machine: a router in this process and every node in one or more others."""
 
 import asyncio
 import json
 import logging
+import os
 import queue
+import secrets
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ from typing import Any
 import httpx
 
 from jaxdisagg.config import NodeConfig, ServeConfig
+from jaxdisagg.group.key import KEY_VARIABLE
 from jaxdisagg.node_process import encode_config
 from jaxdisagg.router import create_router_app
 from jaxdisagg.server import HttpServer, bind
@@ -31,15 +34,23 @@ class DeploymentError(Exception):
 
 @dataclass
 class NodeProcess:
-    """One node's process and the last that it said."""
+    """A node's process and the last that it said; of several, `followers` are all but the first."""
 
     config: NodeConfig
     process: subprocess.Popen[str]
+    key: str = ""
+    followers: "list[NodeProcess]" = field(default_factory=list)
     progress: str = "starting"
     done: int = 0
     total: int = 1
     ready: dict[str, Any] | None = None
     error: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The node's id, and which of its processes this is, if there are several."""
+        process = self.config.process
+        return f"{self.config.id} process {process}" if process else self.config.id
 
     @property
     def url(self) -> str:
@@ -62,6 +73,7 @@ class Deployment:
 
     def __post_init__(self) -> None:
         self._said: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._stopping = threading.Event()
         self._router = _RouterThread()
 
     def __enter__(self) -> "Deployment":
@@ -99,16 +111,24 @@ class Deployment:
         except (FileNotFoundError, ValueError) as error:
             raise DeploymentError(str(error)) from None
 
-    def _spawn(self, node: NodeConfig) -> NodeProcess:
+    def _spawn(self, node: NodeConfig, key: str = "") -> NodeProcess:
+        if node.mesh.processes > 1:
+            key = key or secrets.token_hex(32)
         process = subprocess.Popen(
             [sys.executable, "-m", "jaxdisagg.node_process", encode_config(node)],
             stdin=subprocess.PIPE,  # its end is the node's end
             stdout=subprocess.PIPE,
             text=True,
+            env=os.environ | ({KEY_VARIABLE: key} if key else {}),
         )
-        spawned = NodeProcess(node, process)
+        spawned = NodeProcess(node, process, key)
         threading.Thread(target=self._listen, args=(spawned,), daemon=True).start()
         return spawned
+
+    def _spawn_followers(self, leader: NodeProcess, address: str) -> None:
+        for i in range(1, leader.config.mesh.processes):
+            config = replace(leader.config, process=i, group=address, http_port=0, fabric_port=0)
+            leader.followers.append(self._spawn(config, leader.key))
 
     def _listen(self, node: NodeProcess) -> None:
         assert node.process.stdout is not None
@@ -124,6 +144,8 @@ class Deployment:
                 node.total = said.get("total", node.total)
                 node.error = said.get("error", node.error)
                 node.ready = said.get("ready", node.ready)
+                if "group" in said and not self._stopping.is_set():
+                    self._spawn_followers(node, said["group"])
                 self._said.put(None)
         node.process.wait()
         assert node.process.stdin is not None
@@ -136,7 +158,7 @@ class Deployment:
                 self._said.get(timeout=max(deadline - time.monotonic(), 0.01))
             except queue.Empty:
                 waiting = ", ".join(
-                    f"{n.config.id} ({n.progress})" for n in self.nodes if not n.ready
+                    f"{n.name} ({n.progress})" for n in self._processes() if not n.ready
                 )
                 raise DeploymentError(f"not ready after {START_SECONDS:.0f} s: {waiting}") from None
             self.progress(self.nodes)
@@ -153,17 +175,23 @@ class Deployment:
                 time.sleep(0.05)
 
     def _check_alive(self) -> None:
-        for node in self.nodes:
+        # A leader repeats what its followers say, who know it first.
+        processes = sorted(self._processes(), key=lambda node: -node.config.process)
+        for node in processes:
             if node.error is not None:
-                raise DeploymentError(f"{node.config.id}: {node.error}")
+                raise DeploymentError(f"{node.name}: {node.error}")
+        for node in processes:
             if node.process.poll() is not None:
                 raise DeploymentError(
-                    f"{node.config.id} ended with code {node.process.returncode} while "
-                    f"{node.progress}"
+                    f"{node.name} ended with code {node.process.returncode} while {node.progress}"
                 )
 
+    def _processes(self) -> list[NodeProcess]:
+        """All processes of all nodes."""
+        return [process for node in self.nodes for process in (node, *node.followers)]
+
     def ended(self) -> list[NodeProcess]:
-        """The nodes whose process has ended by itself."""
+        """The nodes whose process, or first process, has ended by itself."""
         return [node for node in self.nodes if node.process.poll() is not None]
 
     def node(self, node_id: str) -> NodeProcess:
@@ -177,6 +205,7 @@ class Deployment:
         """Start a node that has ended anew, on the ports that it had; returns once it is ready."""
         old = self.node(node_id)
         old.process.wait(timeout=STOP_SECONDS)
+        _end(old.followers, STOP_SECONDS)
         config = old.config
         if old.ready is not None:
             http_port = int(old.ready["url"].rsplit(":", 1)[1])
@@ -192,18 +221,25 @@ class Deployment:
 
     def stop(self) -> None:
         """End every node, by force if one does not end in time, and the router."""
+        self._stopping.set()
         for node in self.nodes:
             if node.process.poll() is None:
                 node.process.terminate()
-        deadline = time.monotonic() + STOP_SECONDS
-        for node in self.nodes:
-            try:
-                node.process.wait(timeout=max(deadline - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                log.warning("%s did not end by itself", node.config.id)
-                node.process.kill()
-                node.process.wait()
+        _end(self.nodes, STOP_SECONDS)
+        _end([follower for node in self.nodes for follower in node.followers], 1.0)
         self._router.stop()
+
+
+def _end(nodes: list[NodeProcess], timeout: float) -> None:
+    """Wait until these processes have ended, by force after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    for node in nodes:
+        try:
+            node.process.wait(timeout=max(deadline - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            log.warning("%s did not end by itself", node.name)
+            node.process.kill()
+            node.process.wait()
 
 
 def _health_problem(url: str) -> str | None:

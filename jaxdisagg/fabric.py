@@ -65,22 +65,22 @@ def _open(node: NodeConfig, way: FabricChoice) -> TransferEngine:
 
 def device_domains(
     engine: TransferEngine, devices: Sequence[jax.Device], sysfs: Path = SYSFS
-) -> dict[int, tuple[int, ...] | None]:
-    """Which of the engine's domains each of this process's devices uses; None is all of them.
+) -> tuple[tuple[int, ...] | None, ...]:
+    """Which of the engine's domains each of these, this process's devices, uses; None is all.
 
-    By `local_hardware_id`. With several domains and several devices each device has its share.
+    With several domains and several devices each device has its share, by topology.
     """
     domains = engine.config.domains
-    ordinals = [device.local_hardware_id for device in devices]
     if len(domains) < 2 or len(devices) < 2:
-        return dict.fromkeys(ordinals)
+        return (None,) * len(devices)
     topology = _topology(sysfs)
     addresses = cuda_addresses() if devices[0].platform in ("gpu", "cuda") else []
+    ordinals = [device.local_hardware_id for device in devices]
     places: Sequence[str] | int = len(devices)
     if all(0 <= o < len(addresses) and topology.gpu(addresses[o]) for o in ordinals):
         places = [addresses[ordinal] for ordinal in ordinals]
-    shares = dict(zip(ordinals, groups(topology, places, domains), strict=True))
-    log.info("domains %s, of each device: %s", domains, shares)
+    shares = groups(topology, places, domains)
+    log.info("of the domains %s the devices use %s", domains, shares)
     return shares
 
 
@@ -97,7 +97,7 @@ def _topology(sysfs: Path) -> Topology:
 
 def _expected_devices(node: NodeConfig, topology: Topology) -> Sequence[str] | int:
     """The accelerators that jax will use here, if it will use any; else their number."""
-    count = node.mesh.devices
+    count = node.mesh.devices // node.mesh.processes
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if not topology.gpus or platforms.split(",")[0] == "cpu":
         return count

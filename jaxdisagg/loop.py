@@ -10,6 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,12 @@ class StepLoop(ABC):
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._failing = threading.Lock()
         self.failure: str | None = None
+        # Of a node of several processes: may say which of them an exception comes from.
+        self.explain: Callable[[str], str] = lambda reason: reason
+        # What /debug/state shows of them; None: there is one.
+        self.processes: Callable[[], dict[str, Any]] | None = None
 
     @abstractmethod
     def tick(self, now: float) -> bool:
@@ -52,6 +58,24 @@ class StepLoop(ABC):
             raise RuntimeError(reason)
 
         self.post(raise_it)
+
+    def abandon(self, reason: str, timeout: float) -> None:
+        """Fail for a reason for which a step may hang for ever; for any thread.
+
+        The loop has `timeout` seconds to do it itself; what is open is then failed from here.
+        """
+        self.fail(reason)
+        deadline = time.monotonic() + timeout
+        while self.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._give_up(reason)
+
+    def _give_up(self, reason: str) -> None:
+        with self._failing:
+            if self.failure is not None:
+                return
+            self.failure = reason
+        self.on_failure(reason)
 
     def stop(self, timeout: float) -> bool:
         """End the thread after its present tick. Returns whether it ended in time."""
@@ -85,7 +109,9 @@ class StepLoop(ABC):
         except Exception as error:
             # Whatever went wrong, the device state is unknown: fail what is open, say why, end.
             log.exception("the step loop failed")
-            self.failure = f"{type(error).__name__}: {error}"
-            self.on_failure(self.failure)
+            self._give_up(self.explain(f"{type(error).__name__}: {error}"))
             while not self._stopping.is_set():
-                self._drain(MAX_WAIT)  # what is still posted must be answered, if only by no
+                try:
+                    self._drain(MAX_WAIT)  # what is still posted must be answered, if only by no
+                except Exception:  # a second thing went wrong; the calls behind it count
+                    log.exception("a call failed on a node that has failed")

@@ -58,6 +58,18 @@ def make_mesh(
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
+def node_devices(processes: int) -> list[jax.Device]:
+    """The devices that a node of so many processes may use, in rank order: process by process.
+
+    Raises ValueError when jax knows another number of processes.
+    """
+    if processes == 1:
+        return jax.local_devices()
+    if jax.process_count() != processes:
+        raise ValueError(f"processes={processes}, but jax knows {jax.process_count()}")
+    return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+
+
 def rank_devices(mesh: Mesh) -> list[jax.Device]:
     """Devices in rank order: rank = dp_rank * tp + tp_rank."""
     return list(mesh.devices.reshape(-1))

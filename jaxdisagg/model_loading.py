@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxdisagg.config import DEFAULT_MODEL_LEN, NodeConfig
-from jaxdisagg.mesh import make_mesh
+from jaxdisagg.mesh import make_mesh, node_devices
 from jaxdisagg.model_fit import fit_model
 from models.checkpoint import load_measured, open_checkpoint, weights_fingerprint
 from models.interface import ModelConfig, ModelFamily, Params
@@ -44,13 +44,17 @@ def resolve_limits(node: NodeConfig) -> NodeConfig:
 
 
 def load_model(node: NodeConfig, devices: Sequence[jax.Device] | None = None) -> LoadedModel:
-    """Load the node's model onto its mesh (of `devices`, by default this process's own).
+    """Load the node's model onto its mesh (of `devices`, by default the node's own).
+
+    Of a node of several processes each loads what its devices hold.
 
     Raises FileNotFoundError or ValueError, for a person to read, when the folder, the mesh, the
     rules or the limits do not fit.
     """
     fit = fit_model(node)
     config, rules = fit.config, fit.rules
+    if devices is None:
+        devices = node_devices(node.mesh.processes)
     mesh = make_mesh(
         tp=node.mesh.tp, dp=node.mesh.dp, kv_heads=fit.layout.kv_heads, devices=devices
     )

@@ -2,7 +2,8 @@
 
 It prints one JSON object a line: {"progress": ..., "done": n, "total": n}, then {"ready": {...}} or
 {"error": "..."}; the deployment that started it reads them. Logs go to stderr. SIGTERM ends it,
-and so does the end of stdin, which the deployment holds open.
+and so does the end of stdin, which the deployment holds open. The first of a node's several
+processes says {"group": "host:port"}, where the others find it.
 Nothing here imports jax before the process is pinned and its environment is set.
 """
 
@@ -19,6 +20,7 @@ import msgspec
 
 from ffi_transport.errors import TransportError
 from jaxdisagg.config import NodeConfig, decode_node
+from jaxdisagg.group.errors import GroupError
 from jaxdisagg.process_setup import end_with_parent, pin, set_environment
 
 
@@ -46,16 +48,24 @@ def main() -> None:
         pin(node)
         end_with_parent()
         set_environment(node, _cache_folder())
-        from jaxdisagg.node_runtime import run_node
-
-        code = asyncio.run(run_node(node, say))
-    except (ValueError, FileNotFoundError, TransportError) as error:
+        code = _run(node)
+    except (ValueError, FileNotFoundError, TransportError, GroupError) as error:
         logging.getLogger(__name__).debug("the node did not start", exc_info=True)
         say({"error": str(error)})
         code = 2
     # Threads of jax and of a loop that did not end in time must not keep the process.
     sys.stdout.flush()
     os._exit(code)
+
+
+def _run(node: NodeConfig) -> int:
+    if node.process:
+        from jaxdisagg.group.follower import run_follower
+
+        return run_follower(node, say)
+    from jaxdisagg.node_runtime import run_node
+
+    return asyncio.run(run_node(node, say))
 
 
 def _cache_folder() -> Path:

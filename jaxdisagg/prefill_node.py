@@ -287,5 +287,6 @@ class PrefillNode(StepLoop):
             "outcomes": dict(self._outcomes),
             "compiles_after_warm_up": self.runner.compiles_after_warm_up,
             "failure": self.failure,
+            **({"processes": self.processes()} if self.processes else {}),
             **self.messenger.state(),
         }

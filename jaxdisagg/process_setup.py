@@ -24,22 +24,23 @@ def end_with_parent() -> None:
 
 
 def pin(node: NodeConfig) -> None:
-    """Keep this process, and every thread that it will start, on the node's CPUs.
+    """Keep this process, and every thread that it will start, on its part of the node's CPUs.
 
     Raises ValueError naming a CPU that this machine or its container does not allow.
     """
-    if not node.mesh.cpus:
+    cpus = node.mesh.cpus_of(node.process)
+    if not cpus:
         return
     allowed = os.sched_getaffinity(0)
-    missing = sorted(set(node.mesh.cpus) - allowed)
+    missing = sorted(set(cpus) - allowed)
     if missing:
         raise ValueError(f"cpus={missing[0]} is not among the allowed ones {sorted(allowed)}")
-    os.sched_setaffinity(0, node.mesh.cpus)
+    os.sched_setaffinity(0, cpus)
 
 
 def set_environment(node: NodeConfig, cache: Path) -> None:
-    """Enough host devices for the mesh, and a compilation cache that all nodes share."""
-    set_host_devices(node.mesh.devices)
+    """Enough host devices for the process, and a compilation cache that all nodes share."""
+    set_host_devices(node.mesh.devices // node.mesh.processes)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

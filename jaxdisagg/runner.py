@@ -16,6 +16,8 @@ from jax.sharding import Mesh
 from jaxdisagg.cache import PagedCache
 from jaxdisagg.compile_counter import CompileCounter
 from jaxdisagg.config import NodeConfig
+from jaxdisagg.group.lockstep import meet, pack, place, unpack
+from jaxdisagg.group.messages import Step, WarmedUp
 from jaxdisagg.scheduler import DecodeStep, PrefillStep
 from jaxdisagg.speculative_step import SpeculativePrograms
 from jaxdisagg.step import (
@@ -114,7 +116,11 @@ class PrefillResult:
 
 
 class ModelRunner:
-    """One node's model on its mesh. Used by one thread."""
+    """One node's model on its mesh. Used by one thread.
+
+    Of a node of several processes each has a runner. The leader's tells the others by `share` what
+    it is about to run, and theirs `follow`.
+    """
 
     def __init__(
         self,
@@ -126,8 +132,10 @@ class ModelRunner:
         rules: ShardingRules,
         *,
         trigger: Hook | None = None,
+        share: Callable[[Step | WarmedUp], None] | None = None,
     ) -> None:
         batch = node.batch
+        self._share = share
         self.node = node
         self.mesh = mesh
         self.dp = mesh.shape["dp"]
@@ -150,6 +158,7 @@ class ModelRunner:
         self._warm = 0
         self._seats = self.programs.empty_seats(self.seats_per_rank + 1)
         self._step = 0
+        self.steps = 0  # run so far, those of the warm-up too
 
     @property
     def compiles_after_warm_up(self) -> int:
@@ -159,6 +168,9 @@ class ModelRunner:
     def warm_up(self, advance: Callable[[str], None] = lambda _: None) -> None:
         """Compile and run every program that the role needs, on padding alone."""
         role, batch = self.node.role, self.node.batch
+        if self._share is not None:
+            self._share(Step("meet", 0, 0, ()))
+            meet(self.mesh)
         for tokens in batch.chunks if role != "decode" else ():
             self._run_prefill(0, empty_prefill(self.dp, tokens, batch.prefill_rows, self.width))
             advance(f"prefill {tokens} tokens")
@@ -167,6 +179,12 @@ class ModelRunner:
             outputs = self._run_decode(inputs)
             np.asarray(outputs.tokens)
             advance(f"decode {rows} rows")
+        if self._share is not None:
+            self._share(WarmedUp())
+        self.end_warm_up()
+
+    def end_warm_up(self) -> None:
+        """From now on a compilation is a bug, and a cache that moves is an error."""
         jax.block_until_ready((self.cache.layers, self.cache.context, self._seats))
         self.cache.freeze_addresses()
         self._warm = self.compiles.count
@@ -226,23 +244,47 @@ class ModelRunner:
             array.copy_to_host_async()
         return DecodeResult(step, index, outputs)
 
-    def _place(self, inputs: Any) -> Any:
-        return jax.device_put(inputs, self.programs.by_rank)
+    def follow(self, step: Step) -> Any:
+        """Run a step of the leader's; returns arrays that are ready once it has run.
+
+        Raises ValueError for a step that this node has not.
+        """
+        if step.kind == "meet":
+            meet(self.mesh)
+            return ()
+        batch = self.node.batch
+        if step.kind == "prefill":
+            padding = empty_prefill(self.dp, step.bucket, batch.prefill_rows, self.width)
+            return self._run_prefill(step.number, unpack(step, padding))
+        if step.kind == "decode":
+            padding = empty_decode(self.dp, step.bucket, self.width, self.seats_per_rank)
+            return self._run_decode(unpack(step, padding))
+        raise ValueError(f"kind={step.kind!r} must be prefill, decode or meet")
 
     def _run_prefill(self, number: int, inputs: PrefillInputs[np.ndarray]) -> jax.Array:
+        if self._share is not None:
+            self._share(pack("prefill", number, len(inputs.tokens) // self.dp, inputs))
+        self.steps += 1
         low = np.array(number & 0xFFFFFFFF, np.uint32).astype(np.int32)
         self.cache.layers, self.cache.context, states = self.programs.prefill(
             self.params,
             self.cache.layers,
             self.cache.context,
-            jax.device_put(low, self.programs.replicated),
-            self._place(inputs),
+            place(low, self.programs.replicated),
+            place(inputs, self.programs.by_rank),
         )
         return states
 
     def _run_decode(self, inputs: DecodeInputs[np.ndarray]) -> DecodeOutputs:
+        if self._share is not None:
+            self._share(pack("decode", 0, len(inputs.ints) // self.dp, inputs))
+        self.steps += 1
         self.cache.layers, self._seats, outputs = self.programs.decode(
-            self.params, self.cache.layers, self._seats, self.cache.context, self._place(inputs)
+            self.params,
+            self.cache.layers,
+            self._seats,
+            self.cache.context,
+            place(inputs, self.programs.by_rank),
         )
         return outputs
 

@@ -66,8 +66,10 @@ class SpeculativePrograms(StepPrograms):
     def empty_seats(self, count: int) -> Seats:
         """See `Seats`."""
         n = self.mesh.shape["dp"] * count
-        hidden = jnp.zeros((n, 2, self._config.hidden_size), self._config.dtype)
-        return jax.device_put(Seats(jnp.zeros((n, 4), jnp.int32), hidden), self.by_rank)
+        shape = (n, 2, self._config.hidden_size)
+        return self._on_device(
+            lambda: Seats(jnp.zeros((n, 4), jnp.int32), jnp.zeros(shape, self._config.dtype))
+        )
 
     def _decode(
         self,

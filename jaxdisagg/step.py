@@ -100,6 +100,8 @@ class StepPrograms:
         self._trigger = trigger
         self.by_rank = NamedSharding(mesh, P("dp"))
         self.replicated = NamedSharding(mesh, P())
+        # The host reads what is drawn, and of several processes each has devices of its own alone.
+        drawn = self.replicated if mesh.is_multi_process else self.by_rank
         spec = family.cache_spec(config)
         self._layers = spec.num_layers
         caches = (NamedSharding(mesh, spec.partition),) * spec.num_layers
@@ -111,12 +113,16 @@ class StepPrograms:
         self.decode = jax.jit(
             self._decode,
             donate_argnames=("caches", "seats"),
-            out_shardings=(caches, self.by_rank, self.by_rank),
+            out_shardings=(caches, self.by_rank, drawn),
         )
 
     def empty_seats(self, count: int) -> Any:
         """The state that decode steps keep for each seat of a rank: i32 [dp*count] last tokens."""
-        return jax.device_put(jnp.zeros(self.mesh.shape["dp"] * count, jnp.int32), self.by_rank)
+        return self._on_device(lambda: jnp.zeros(self.mesh.shape["dp"] * count, jnp.int32))
+
+    def _on_device(self, make: Callable[[], Any]) -> Any:
+        """What `make` gives, sharded by rank, and made there: some devices may be out of reach."""
+        return jax.jit(make, out_shardings=self.by_rank)()
 
     def _by_rank(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """Run f on each dp rank's own part of its arguments: ids in them are local to a rank."""

@@ -6,6 +6,7 @@ their link, one message after the other; register them before the other side has
 """
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from jaxdisagg.group.errors import GroupError
 from jaxdisagg.group.link import Link
 from jaxdisagg.group.messages import Join, Message, encode
 
@@ -25,16 +27,12 @@ _RETRY_SECONDS = 0.2
 _ACCEPT_SECONDS = 0.1
 
 
-class GroupError(Exception):
-    """Processes of a node that did not find each other; the text says who is missing."""
-
-
 class LeaderChannel:
     """The leader's links to processes 1 .. size-1.
 
     `on_message(process, message)` and `on_lost(process, reason)` are called on reader threads; a
     process is lost once at most. `silence` is in seconds, see `Link`. Raises OSError when `host`
-    and `port` (0: a free one) cannot be had.
+    and `port` (0: a free one) cannot be had. `pids` are what the processes said in joining.
     """
 
     def __init__(
@@ -52,6 +50,7 @@ class LeaderChannel:
             raise ValueError(f"size={size} must be at least 2: one process needs no channel")
         self._size, self._key, self._silence = size, key, silence
         self._on_message, self._on_lost = on_message, on_lost
+        self.pids: dict[int, int] = {}
         self._links: dict[int, Link] = {}
         self._changed = threading.Condition()
         self._closing = False
@@ -135,7 +134,7 @@ class LeaderChannel:
                 lambda message: self._on_message(process, message),
                 lambda reason: self._on_lost(process, reason),
             )
-            self._links[process] = link
+            self._links[process], self.pids[process] = link, join.pid
             self._changed.notify_all()
         return None
 
@@ -157,7 +156,6 @@ class FollowerChannel:
         timeout: float,
         on_message: Callable[[Message], None],
         on_lost: Callable[[str], None],
-        pid: int = 0,
     ) -> None:
         self._link = Link(_connect(address, timeout), silence)
         try:
@@ -168,7 +166,7 @@ class FollowerChannel:
                 f"the leader at {address} did not let process {process} join: "
                 f"{error or type(error).__name__}"
             ) from None
-        self.send(Join(process, pid))
+        self.send(Join(process, os.getpid()))
         self._link.start("group-leader", on_message, on_lost)
 
     def send(self, message: Message) -> None:

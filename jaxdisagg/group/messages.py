@@ -7,6 +7,8 @@ all others are handled on its reader thread at once.
 
 import msgspec
 
+from jaxdisagg.group.fabric_messages import FileStep, FollowerWord, LeaderWord
+
 MAX_MESSAGE = 1 << 28  # bytes; a longer one is garbage
 
 
@@ -26,26 +28,32 @@ class Join(GroupMessage, frozen=True):
 
 
 class Begin(GroupMessage, frozen=True):
-    """Leader to all, once all have joined: where jax.distributed meets, and the leader's config.
+    """Leader to all, ordered, once all have joined: where jax.distributed meets, and its config.
 
-    `config` is the JSON of the leader's NodeConfig with limits resolved.
+    `config` is what `start.comparable` gives there.
     """
 
     coordinator: str
     config: str
 
 
+class Begun(GroupMessage, frozen=True):
+    """Follower to leader: it knows all devices of the node."""
+
+
 class Loaded(GroupMessage, frozen=True):
-    """Follower to leader: the model is on its devices; `fingerprint` is of what it loaded."""
+    """Follower to leader: the model is on its devices, sharded by these rules."""
 
     fingerprint: str
+    rules: str
 
 
 class Step(GroupMessage, frozen=True):
     """Leader to all, ordered: run one step program on these host inputs.
 
     `kind` is "prefill" or "decode", `bucket` its T or B, `number` the step's number (prefill; 0 in
-    warm-up). `arrays` are the bytes of the inputs' leaves, in the order of the dataclass.
+    warm-up). `arrays` are the bytes of the inputs, in the order of the dataclass. "meet" is a step
+    without inputs that comes before all others and connects the processes' devices.
     """
 
     kind: str
@@ -57,15 +65,13 @@ class Step(GroupMessage, frozen=True):
 class WarmedUp(GroupMessage, frozen=True):
     """Leader to all, ordered: the warm-up is over; what is compiled from now on is a bug.
 
-    A follower answers with a WarmedUp of its own.
+    A follower answers with its own, once its fabric is open, too.
     """
 
 
 class Status(GroupMessage, frozen=True):
-    """Follower to leader, now and then: what /debug/state shows of the process."""
+    """Follower to leader, when it changed: how many steps ran there, and what was compiled."""
 
-    pid: int
-    ordinals: tuple[int, ...]  # first and last device of the process, in rank order
     steps: int
     compiles_after_warm_up: int
 
@@ -82,11 +88,12 @@ class Stop(GroupMessage, frozen=True):
     reason: str
 
 
-Message = Ping | Join | Begin | Loaded | Step | WarmedUp | Status | Failed | Stop
-ORDERED = (Step, WarmedUp)
+OwnMessage = Ping | Join | Begin | Begun | Loaded | Step | WarmedUp | Status | Failed | Stop
+Message = OwnMessage | FollowerWord | LeaderWord
+ORDERED = (Begin, Step, WarmedUp, FileStep)
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:

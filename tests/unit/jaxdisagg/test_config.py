@@ -48,11 +48,49 @@ def test_a_node_from_the_command_line():
         ("tp=²", "tp='²': expected a whole number"),
         ("http_port=99999", r"http_port=99999 must be in 0\.\.65535"),
         ("pages=1", "pages=1 must be at least 2"),
+        ("tp=4,processes=3", r"processes=3 must divide the dp\*tp=4 devices"),
+        ("processes=2", r"processes=2 must divide the dp\*tp=1 devices"),
+        ("tp=2,processes=0", "processes=0 must be at least 1"),
     ],
 )
 def test_a_bad_word_is_named(text, message):
     with pytest.raises(ValueError, match=message):
         parse_node(text, BASE)
+
+
+def test_a_node_of_several_processes():
+    node = parse_node("tp=2,dp=3,processes=3,cpus=0-6", BASE)
+    assert node.mesh.processes == 3
+    assert [node.mesh.cpus_of(i) for i in range(3)] == [(0, 1), (2, 3), (4, 5, 6)]
+    shared = replace(node.mesh, cpus=(4, 5))
+    assert [shared.cpus_of(i) for i in range(3)] == [(4, 5)] * 3
+    assert BASE.mesh.cpus_of(0) == ()
+    follower = replace(node, process=2, group="10.0.0.1:7000")
+    assert (follower.process, follower.group) == (2, "10.0.0.1:7000")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"process": 2, "group": "h:1"}, r"process=2 must be in 0\.\.1: processes=2"),
+        ({"process": -1, "group": "h:1"}, r"process=-1 must be in 0\.\.1"),
+        ({"process": 1}, "group: process 1 must know where process 0 listens"),
+        ({"group": "7000"}, "group='7000' must be HOST:PORT"),
+        ({"group": "h:port"}, "group='h:port' must be HOST:PORT"),
+        ({"group": "h:70000"}, r"group=70000 must be in 0\.\.65535"),
+    ],
+)
+def test_a_process_that_cannot_be_is_refused(values, message):
+    node = parse_node("tp=2,processes=2", BASE)
+    with pytest.raises(ValueError, match=message):
+        replace(node, **values)
+
+
+def test_a_deployment_starts_whole_nodes():
+    mixed = replace(parse_node("tp=2,processes=2", BASE), role="mixed")
+    ServeConfig(nodes=(mixed,))
+    with pytest.raises(ValueError, match="process=1: decode-0 is started as a whole"):
+        ServeConfig(nodes=(replace(mixed, id="decode-0", process=1, group="h:1"),))
 
 
 def test_cpu_lists():

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from jaxdisagg.group.channel import FollowerChannel, GroupError, LeaderChannel
+from jaxdisagg.group.channel import FollowerChannel, LeaderChannel
+from jaxdisagg.group.errors import GroupError
 from jaxdisagg.group.messages import Failed, Join, Ping, Step, Stop, encode
 
 KEY = b"the key of this node"
