@@ -1,0 +1,157 @@
+"""What a decode node does while another process has not answered yet: arming, and fencing.
+
+The pair here has one process a side; its fabric is made to answer when the test says so.
+"""
+
+import asyncio
+
+import pytest
+from nodes import Pair, generate_all, wait_until
+
+from ffi_transport.types import CounterOvershoot
+from jaxdisagg.api import GenerationRequest, RequestError
+from jaxdisagg.config import BatchConfig
+
+PROMPT = list(range(60))
+
+
+@pytest.fixture(scope="module")
+def whole(golden_folder):
+    few = BatchConfig(chunks=(64,), decode_rows=(2,), max_model_len=512)
+    with Pair(golden_folder("qwen3_untied"), batch=few) as pair:
+        yield pair
+
+
+@pytest.fixture
+def pair(whole):
+    """Serves before and after each test, with all pages free."""
+    whole.sent = whole.prefill.node.state()["outcomes"].get("done", 0)
+    yield whole
+    wait_until(lambda: whole.decode.messenger.unavailable() is None, "connected")
+    assert len(generate_all(whole.decode.node, [PROMPT], 3)[0].tokens) == 3
+    whole.idle()
+
+
+@pytest.fixture
+def arming(pair, monkeypatch):
+    """Counters arm, but the answers wait here: a list of the calls that bring them."""
+    fabric, held = pair.decode.messenger._fabric, []
+    arm = fabric.arm
+
+    def later(slot, expected, then):
+        arm(slot, expected, lambda problem: held.append((then, problem)))
+
+    monkeypatch.setattr(fabric, "arm", later)
+    yield held
+    monkeypatch.undo()
+
+
+def done(pair):
+    return pair.prefill.node.state()["outcomes"].get("done", 0) - pair.sent
+
+
+async def begun(pair, name, tokens=3):
+    stream = pair.decode.node.generate(GenerationRequest(name, tuple(PROMPT), tokens))
+    return stream, asyncio.create_task(anext(stream))
+
+
+def test_prefill_is_sent_when_all_have_armed(pair, arming):
+    async def run():
+        stream, first = await begun(pair, "armed")
+        await asyncio.to_thread(wait_until, lambda: arming, "armed")
+        assert pair.prefill.node.state()["requests"] == {}, "nothing was sent"
+        ((then, problem),) = arming
+        pair.decode.node.post(lambda: then(problem))
+        await first
+        await stream.aclose()
+
+    asyncio.run(run())
+    assert done(pair) == 1
+
+
+def test_a_client_that_leaves_before_is_over_at_once(pair, arming):
+    """There is nothing to cancel at the prefill node, and nothing goes out afterwards."""
+
+    async def run():
+        stream, first = await begun(pair, "left")
+        await asyncio.to_thread(wait_until, lambda: arming, "armed")
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await stream.aclose()
+
+    asyncio.run(run())
+    pair.idle()
+    ((then, problem),) = arming
+    pair.decode.node.post(lambda: then(problem))
+    pair.idle()
+    assert done(pair) == 0
+
+
+def test_what_went_wrong_while_arming_is_the_requests_error(pair, arming):
+    async def run():
+        _, first = await begun(pair, "silent")
+        await asyncio.to_thread(wait_until, lambda: arming, "armed")
+        ((then, _),) = arming
+        text = "process 1 of decode-0 did not arm its counter within 10 s"
+        pair.decode.node.post(lambda: then(text))
+        with pytest.raises(RequestError, match=text) as caught:
+            await first
+        assert caught.value.status == 504
+
+    asyncio.run(run())
+    pair.idle()
+    assert done(pair) == 0
+
+
+def test_a_peer_lost_while_arming_ends_the_request(pair, arming):
+    async def run():
+        _, first = await begun(pair, "lost")
+        await asyncio.to_thread(wait_until, lambda: arming, "armed")
+        (peer,) = pair.decode.messenger.peers.connected()
+        pair.decode.node.post(lambda: pair.decode.messenger._fence(peer, "for a test"))
+        with pytest.raises(RequestError, match="for a test"):
+            await first
+        ((then, problem),) = arming
+        pair.decode.node.post(lambda: then(problem))
+
+    asyncio.run(run())
+    pair.idle()
+    assert done(pair) == 0
+
+
+@pytest.mark.parametrize("end", ["it is answered", "its client leaves", "the fence comes first"])
+def test_pages_that_were_written_too_often_are_kept_until_every_process_has_fenced(
+    pair, monkeypatch, end
+):
+    messenger = pair.decode.messenger
+    fences = []
+    fence = messenger._fabric.fence
+    monkeypatch.setattr(messenger._fabric, "fence", lambda *what: fences.append(what))
+    pool = pair.decode.node.pools[0]
+
+    async def run():
+        tokens = 400 if end == "the fence comes first" else 60
+        stream, first = await begun(pair, "overshot", tokens)
+        await first
+        (attempt,) = messenger._attempts._by_request.values()
+        event = CounterOvershoot(attempt.slot, attempt.expected[0], attempt.expected[0] + 1)
+        pair.decode.node.post(lambda: messenger._handle(event))
+        await asyncio.to_thread(wait_until, lambda: fences, "a fence was asked for")
+        if end == "it is answered":
+            async for _ in stream:
+                pass
+        elif end == "its client leaves":
+            await stream.aclose()
+        else:
+            pair.decode.node.post(lambda: fence(*fences[0]))
+            with pytest.raises(RequestError, match="page-writes were counted where"):
+                async for _ in stream:
+                    pass
+            return
+        node = pair.decode.node
+        await asyncio.to_thread(wait_until, lambda: not node.state()["requests"], "it has ended")
+        assert pool.counts().free < pool.counts().total, "its pages are still kept"
+        node.post(lambda: fence(*fences[0]))
+
+    asyncio.run(run())
+    pair.idle()
