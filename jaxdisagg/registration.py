@@ -20,13 +20,14 @@ def register_cache(
     """
     shards = cache.shards()
     layers = len(cache.layers)
-    here = {shard.rank for shard in shards}
-    devices = [d for rank, d in enumerate(rank_devices(cache.mesh)) if rank in here]
-    domains = device_domains(engine, devices)
+    ranks = sorted({shard.rank for shard in shards})
+    devices = rank_devices(cache.mesh)
+    shares = device_domains(engine, [devices[rank] for rank in ranks])
+    domains = dict(zip(ranks, shares, strict=True))
     rows: dict[int, list[Region]] = {}
     contexts: list[ContextBuffers] = []
     for shard in shards:
-        region = engine.register_memory(shard.address, shard.nbytes, domains[shard.ordinal])
+        region = engine.register_memory(shard.address, shard.nbytes, domains[shard.rank])
         if source:
             engine.set_source_region(shard.ordinal, shard.layer, region)
         announced = Region(region.descriptor, shard.nbytes)

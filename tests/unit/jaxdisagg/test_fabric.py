@@ -93,13 +93,19 @@ def test_the_nics_of_the_accelerators_that_cuda_lists_first(tmp_path, opened):
     assert config.domains == tuple(f"rdmap{n}s0-rdm" for n in (79, 80, 81, 82, 96, 97, 98, 99))
     assert config.domain_cpus == ((*range(48), *range(96, 144)),) * 8
     devices: Any = [SimpleNamespace(platform="gpu", local_hardware_id=i) for i in (0, 1)]
-    assert device_domains(engine, devices, root) == {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
+    assert device_domains(engine, devices, root) == ((0, 1, 2, 3), (4, 5, 6, 7))
     # What jax then says counts: other accelerators, farther from these NICs, or none.
     devices = [SimpleNamespace(platform="gpu", local_hardware_id=i) for i in (1, 0)]
-    assert device_domains(engine, devices, root) == {1: (4, 5, 6, 7), 0: (0, 1, 2, 3)}
+    assert device_domains(engine, devices, root) == ((4, 5, 6, 7), (0, 1, 2, 3))
     devices = [SimpleNamespace(platform="cpu", local_hardware_id=i) for i in range(4)]
-    assert device_domains(engine, devices, root) == {0: (0, 4), 1: (1, 5), 2: (2, 6), 3: (3, 7)}
-    assert device_domains(engine, devices[:1], root) == {0: None}
+    assert device_domains(engine, devices, root) == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert device_domains(engine, devices[:1], root) == (None,)
+
+
+def test_a_process_of_a_node_opens_its_share(tmp_path, opened):
+    node = replace(BASE, mesh=MeshConfig(tp=2, processes=2), provider="efa")
+    open_fabric(node, p5_like(tmp_path).root)
+    assert len(opened[0].domains) == 4
 
 
 @pytest.mark.parametrize("why", ["no driver", "cpu", "hidden"])
@@ -147,10 +153,10 @@ def test_addresses_of_this_machine():
     with open_fabric(node) as engine:
         assert [domain["name"] for domain in engine.domain_counters()] == list(node.nics)
         devices: Any = [SimpleNamespace(platform="cpu", local_hardware_id=i) for i in (0, 1)]
-        assert device_domains(engine, devices) == {0: (0,), 1: (1,)}
+        assert device_domains(engine, devices) == ((0,), (1,))
     with open_fabric(BASE) as engine:
         assert len(engine.domain_counters()) == 1
-        assert device_domains(engine, devices) == {0: None, 1: None}
+        assert device_domains(engine, devices) == (None, None)
 
 
 @pytest.mark.parametrize("nic", ["nic9", "203.0.113.9"])
