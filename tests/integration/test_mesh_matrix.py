@@ -23,7 +23,7 @@ CORE = {
     # Two heads: each of four ranks shares its head with a neighbour.
     "qwen3-2": [(Mesh(4), Mesh(1)), (Mesh(2, 2), Mesh(4)), (Mesh(4), Mesh(4))],
     "qwen3-1": [(Mesh(4), Mesh(2, 2)), (Mesh(1), Mesh(4))],
-    "deepseek": [(Mesh(2, 2), Mesh(4)), (Mesh(4), Mesh(1))],
+    "deepseek": [(Mesh(2, 2), Mesh(4)), (Mesh(4), Mesh(1)), (Mesh(1, 1, 32), Mesh(4))],
 }
 
 
@@ -61,9 +61,16 @@ def expected(matrices, models, prompts):
     return of
 
 
+# Pages of two sizes, with the models.
+SIZES = {
+    "qwen3-2": [(Mesh(4), Mesh(1, 1, 24))],
+    "deepseek": [(Mesh(1, 1, 32), Mesh(4))],
+}
+
+
 def cases():
     for name in MODELS:
-        for prefill, decode in every_pair(ALL):
+        for prefill, decode in [*every_pair(ALL), *SIZES.get(name, [])]:
             marks = () if (prefill, decode) in CORE[name] else pytest.mark.slow
             label = f"{name}-{prefill}-to-{decode}"
             yield pytest.param(name, prefill, decode, marks=marks, id=label)

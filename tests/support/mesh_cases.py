@@ -46,20 +46,26 @@ class Model:
         return Sentinels(self.kv_heads).heads_of(rank, tp)
 
     def page_writes(self, length: int, prefill: Mesh, decode: Mesh) -> int:
-        """How many a prompt takes, pages of one size on both sides: each part of each page of each
-        layer once for every decode rank, which gets one part from each different shard that holds
-        some of its heads; and a context for every rank.
+        """How many a prompt takes: its pages, and a context for every decode rank.
+
+        With pages of one size a decode rank gets, of each page of each layer, one part from each
+        different shard that holds some of its heads. Otherwise each of its heads comes by itself,
+        K and V apart, and cut wherever a page ends on either side.
         """
         if length == 1:
             return 0
-        pages = -(-(length - 1) // PAGE)
-        shards = {self.heads_of(rank, prefill.tp) for rank in range(prefill.tp)}
-        parts = sum(
-            bool(set(shard) & set(self.heads_of(rank, decode.tp)))
-            for rank in range(decode.tp)
-            for shard in shards
+        cuts = sum(
+            1 for row in range(length - 1) if not row % prefill.page or not row % decode.page
         )
-        return parts * pages * self.layers + decode.tp
+        shards = {self.heads_of(rank, prefill.tp) for rank in range(prefill.tp)}
+        parts = 0
+        for rank in range(decode.tp):
+            held = set(self.heads_of(rank, decode.tp))
+            if prefill.page == decode.page:
+                parts += sum(bool(held & set(shard)) for shard in shards)
+            else:
+                parts += len(held) * Sentinels(self.kv_heads).row[1]
+        return parts * cuts * self.layers + decode.tp
 
 
 def every_pair(meshes: Iterable[Mesh]) -> Iterator[tuple[Mesh, Mesh]]:

@@ -254,6 +254,7 @@ def _described(taken: Taken, node: str, folder: str | None) -> dict[str, Any]:
         "attempt": taken.attempt,
         "dp_rank": taken.dp_rank,
         "pages": taken.pages.tolist(),
+        "fresh": taken.fresh.tolist(),
         "checksums": taken.checksums(),
         "contexts": taken.context_checksums(),
         "file": file,

@@ -26,7 +26,8 @@ POISON = -77.0  # no sentinel is negative
 class Taken:
     """One request's memory on the devices of its dp rank.
 
-    `pages` are all that it leases; `rows` [tp, layers, heads, planes, tokens, values] what they
+    `pages` are all that it leases, `fresh` (bool) those that no request held before since `poison`;
+    `rows` [tp, layers, heads, planes, tokens, values] what they
     hold, in the order of the tokens; `contexts` [tp, hidden size].
     """
 
@@ -34,6 +35,7 @@ class Taken:
     attempt: str
     dp_rank: int
     pages: np.ndarray
+    fresh: np.ndarray
     length: int
     rows: np.ndarray
     contexts: np.ndarray
@@ -120,11 +122,12 @@ class PageTap:
         self._settle()
         ranks = range(rank * self._tp, (rank + 1) * self._tp)
         layers = len(self._cache.layers)
+        fresh = np.array([page not in self._used[rank] for page in pages.tolist()])
         rows = [
             [self._rows(self._views[r, layer], pages) for layer in range(layers)] for r in ranks
         ]
         contexts = np.stack([self._views[r, layers][context] for r in ranks])
-        taken = Taken(request, attempt, rank, pages.copy(), length, np.array(rows), contexts)
+        taken = Taken(request, attempt, rank, pages.copy(), fresh, length, np.array(rows), contexts)
         with self._changed:
             self._used[rank].update(pages.tolist())
             self._taken[attempt] = taken
