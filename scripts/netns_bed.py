@@ -22,8 +22,8 @@ from rich.table import Table
 
 from ffi_transport.errors import TransportError
 from jaxdisagg.bench.netns import Bed, BedUnavailable
-from jaxdisagg.bench.netns_bars import add_speed_ups, missed_bars
-from jaxdisagg.bench.netns_nodes import prompts, run_split, run_whole
+from jaxdisagg.bench.netns_bars import BAR_PAGE, add_speed_ups, missed_bars
+from jaxdisagg.bench.netns_nodes import SplitError, prompts, run_split, run_whole
 from jaxdisagg.bench.report import environment, write_json
 from jaxdisagg.config import parse_numbers
 from jaxdisagg.deployment import DeploymentError
@@ -109,21 +109,20 @@ def split_table(rows: list[dict[str, Any]], model: str) -> Table:
 
 
 def run_nodes(
-    pairs: list[tuple[int, int]], rate: int, mtu: int, model: Path, max_tokens: int
+    pairs: list[tuple[int, int]], limits: dict[str, Any], model: Path, max_tokens: int
 ) -> list[dict[str, Any]]:
-    """A split deployment for each pair of NIC numbers. Raises RuntimeError for a wrong answer."""
-    nodes = default_nodes(model)
-    folder = model_folder(model)
+    """A split deployment for each pair of NIC numbers. Raises SplitError for a wrong answer."""
     questions = prompts(3, 200)
     rows, whole = [], None
     for left, right in pairs:
-        with Bed(left, right, rate_mbit=rate, mtu=mtu) as bed:
+        with Bed(left, right, **limits) as bed, console.status(f"nodes: {left} -> {right} NICs"):
+            folder = model_folder(model)  # in here: it may start threads
             if whole is None:
                 whole = run_whole(folder, questions, max_tokens)
-            split = run_split(bed, folder, nodes, questions, max_tokens)
+            split = run_split(bed, folder, default_nodes(model), questions, max_tokens)
         problem = split.problem(whole)
         if problem is not None:
-            raise RuntimeError(f"{left} -> {right} NICs: {problem}")
+            raise SplitError(f"{left} -> {right} NICs: {problem}")
         rows.append(
             {
                 "nics": left,
@@ -174,6 +173,8 @@ def main(
             raise ValueError(f"pages={pages!r}: 1 to 1024 KiB, and at most a quarter of megabytes")
         if json_file is not None and not json_file.parent.is_dir():
             raise ValueError(f"json: no folder {json_file.parent}")
+        if check and not (transfer and BAR_PAGE in sizes and (1, 1) in pairs):
+            raise ValueError("check: there are bars for 64 KiB pages, beside one NIC at each side")
         if nodes and made(model) is None and not (model / "config.json").is_file():
             raise ValueError(f"model: no config.json in {model}, and no made model of that name")
     except ValueError as error:
@@ -181,10 +182,11 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     rows: list[dict[str, Any]] = []
     splits: list[dict[str, Any]] = []
+    limits: dict[str, Any] = {"rate_mbit": rate, "mtu": mtu, "congestion": congestion}
     options = {"provider": provider, "window": window, "megabytes": megabytes, "rounds": rounds}
     try:
         for left, right in pairs if transfer else ():
-            with Bed(left, right, rate_mbit=rate, mtu=mtu, congestion=congestion) as bed:
+            with Bed(left, right, **limits) as bed, console.status(f"{left} -> {right} NICs"):
                 # Not before: numpy starts threads, and only a process of one becomes a user's root.
                 from jaxdisagg.bench.netns_transfer import measure_pair
 
@@ -192,13 +194,13 @@ def main(
             console.print(f"{name_of(rows[-1])} NICs: {rows[-1]['of_line']:.1%} of the line rate")
         add_speed_ups(rows)
         if nodes:
-            splits = run_nodes(pairs, rate, mtu, model, max_tokens)
+            splits = run_nodes(pairs, limits, model, max_tokens)
     except BedUnavailable as error:
         console.print(f"skipped: {error}", highlight=False, markup=False)
         raise typer.Exit(UNAVAILABLE) from None
-    except RuntimeError as error:
+    except SplitError as error:
         stop(str(error), 1)
-    except (DeploymentError, TransportError, ValueError, OSError) as error:
+    except (DeploymentError, TransportError, RuntimeError, ValueError, OSError) as error:
         stop(str(error), 2)
     except KeyboardInterrupt:
         stop("interrupted; nothing is left behind", 130)

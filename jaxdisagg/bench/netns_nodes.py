@@ -16,6 +16,10 @@ BATCH = BatchConfig(chunks=(64,), decode_rows=(2,))  # few steps to compile
 PREFILL, DECODE = "prefill-0", "decode-0"
 
 
+class SplitError(Exception):
+    """Answers or counts of the nodes are not what they must be; the text says which."""
+
+
 @dataclass
 class PlacedDeployment(Deployment):
     """A deployment whose nodes live in network namespaces: `places` by node id."""
@@ -75,7 +79,7 @@ def prompts(count: int, length: int) -> list[list[int]]:
 
 
 def ask(url: str, prompt: Sequence[int], max_tokens: int, *, apart: bool) -> Answer:
-    """The greedy answer to a prompt. Raises RuntimeError with what the server says instead."""
+    """The greedy answer to a prompt. Raises SplitError with what the server says instead."""
     body = {"prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "logprobs": 1}
     response = httpx.post(
         f"{url}/v1/completions",
@@ -84,7 +88,7 @@ def ask(url: str, prompt: Sequence[int], max_tokens: int, *, apart: bool) -> Ans
         timeout=ANSWER_SECONDS,
     )
     if response.status_code != 200:
-        raise RuntimeError(f"{url} answered {response.status_code}: {response.text}")
+        raise SplitError(f"{url} answered {response.status_code}: {response.text}")
     choice = response.json()["choices"][0]
     logprobs = choice["logprobs"]
     return Answer(

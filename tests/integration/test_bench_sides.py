@@ -37,6 +37,18 @@ def test_sides_meet_at_the_addresses_that_they_are_given():
         assert bench.engine.counters()["bytes_completed"] == BUFFER
 
 
+def test_pages_are_shared_by_the_domains_of_both_sides():
+    sender = Side(domains=("127.0.0.2", "127.0.0.3"))
+    receiver = Side(bind="127.0.0.4", domains=("127.0.0.4", "127.0.0.5", "127.0.0.6"))
+    with Bench(sender, receiver, BUFFER, streams=3) as bench:
+        ends = [(s.getsockname()[0], s.getpeername()[0]) for s in bench.streams]
+        assert ends == [(f"127.0.0.{2 + i % 2}", f"127.0.0.{4 + i}") for i in range(3)]
+        source, destination = permutations(BUFFER, PAGE, 3 * BUFFER)
+        assert bench.transfer(PAGE, source, destination) > 0
+        assert [d["units_completed"] for d in bench.engine.domain_counters()] == [24, 24]
+        assert bench.received_units == (16, 16, 16)
+
+
 def test_what_the_receiving_process_cannot_have_is_said():
-    with pytest.raises(TransportError, match="the receiving process: .* requested address"):
+    with pytest.raises(TransportError, match=r"the receiving process: .* requested address"):
         Bench(Side(), Side(bind="203.0.113.1"), BUFFER)
