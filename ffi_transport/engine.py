@@ -242,8 +242,9 @@ class TransferEngine:
     ) -> None:
         """Post `length` bytes that count as `units` units (each of at most 1 MiB).
 
-        On a transfer that has ended nothing happens; its TransferEnded says why. A ValueError if a
-        range leaves its region or the transfer is sealed.
+        On a transfer that has ended nothing happens; its TransferEnded says why. It ends as failed
+        if `remote` names a domain that the peer does not have. A ValueError if a range leaves its
+        region or the transfer is sealed.
         """
         self._native.write(
             transfer, region.id, offset, remote.descriptor, remote_offset, length, units

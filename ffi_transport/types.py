@@ -40,12 +40,12 @@ class EngineConfig:
     address of this machine, through whose interface its traffic then goes; () is the provider's
     first for `bind`. `domain_cpus` has for each of them the CPUs on which its progress thread runs;
     an empty entry, or () for all, pins nothing. `spin_us` is how long a thread looks for work
-    before it sleeps. `bytes_in_flight` and `posts_in_flight` bound the writes on their way to one
-    peer; 0 bytes is what suits the provider (16 MiB, over TCP 768 KiB). `peer_timeout_ms` of
-    silence is a lost peer. `slot_bits` of the 32-bit immediate number the counters.
-    `libfabric_path` is a library to load instead of the system's (or of the one that the
-    environment variable JAXDISAGG_LIBFABRIC names). `trace` records triggers, posts and
-    completions.
+    before it sleeps. `bytes_in_flight` bounds what one device group has on its way to one peer,
+    over all of the group's domains; 0 is what suits the provider (16 MiB, over TCP 768 KiB).
+    `posts_in_flight` bounds the writes to one peer on each domain. `peer_timeout_ms` of silence is
+    a lost peer. `slot_bits` of the 32-bit immediate number the counters. `libfabric_path` is a
+    library to load instead of the system's (or of the one that the environment variable
+    JAXDISAGG_LIBFABRIC names). `trace` records triggers, posts and completions.
     """
 
     provider: str = "auto"

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "control_session.h"
+#include "threads.h"
 
 namespace ffi_transport {
 namespace {
@@ -70,6 +71,7 @@ Status ControlChannel::open_endpoint(uint16_t port) {
 
 void ControlChannel::start() {
   thread_ = std::thread([this] { loop(); });
+  name_thread(thread_, "fabric-control");
 }
 
 void ControlChannel::stop() {

@@ -51,8 +51,7 @@ uint64_t DataWorker::Link::next_bytes() {
     }
     // The window is one peer's. A device group shares it out among its own domains alone: those of
     // other groups carry nothing of this job, and a share of theirs would leave it starving.
-    const auto lanes = static_cast<uint32_t>(job.source->domains.size());
-    return window_.admits(head_.bytes, lanes) ? head_.bytes : 0;
+    return window_.admits(head_.bytes, job.source->domains.size()) ? head_.bytes : 0;
   }
   return 0;
 }

@@ -43,7 +43,7 @@ struct Job {
 struct WorkerOptions {
   int spin_us = 50;
   uint64_t bytes_in_flight = 16 << 20;  // per peer, from one device group
-  uint32_t posts_in_flight = 128;       // the same
+  uint32_t posts_in_flight = 128;       // per peer
   bool trace = false;
 };
 

@@ -109,7 +109,7 @@ class Engine : private DataPlane {
   Result<RegionPtr> find_region(int64_t id) const;
   Result<std::vector<uint32_t>> choose_domains(std::optional<std::vector<int64_t>> wanted) const;
   Status start_workers();
-  static Status check_remote(const TransferPtr& transfer, const RemoteRegion& remote);
+  static void check_remote(const TransferPtr& transfer, const RemoteRegion& remote);
   Status enqueue(int64_t transfer, RegionPtr source, RemoteRegionPtr remote, UnitList units);
   void distribute(Job job, bool on_first_worker);
   bool read_triggers();

@@ -29,17 +29,16 @@ Result<int64_t> Engine::open_transfer(int64_t peer, int64_t slot) {
   return transfer->id();
 }
 
-// A region's descriptor came over the application's messages: it may name a domain that the peer
-// did not name in its HELLO.
-Status Engine::check_remote(const TransferPtr& transfer, const RemoteRegion& remote) {
+// A region's descriptor came with the application's messages and may name a domain that the peer
+// did not name in its HELLO. That is the peer's fault, so its transfer fails and the caller goes
+// on.
+void Engine::check_remote(const TransferPtr& transfer, const RemoteRegion& remote) {
+  if (!transfer || !transfer->postable()) return;
+  const uint32_t last = remote.domains.back().domain;
   const size_t known = transfer->lanes().domains();
-  for (const RemoteRegion::Access& access : remote.domains) {
-    if (access.domain < known) continue;
-    return Status(Code::kInvalid, "a remote region on domain " + std::to_string(access.domain) +
-                                      "; peer " + std::to_string(transfer->peer()) + " has " +
-                                      std::to_string(known));
-  }
-  return {};
+  if (last < known) return;
+  transfer->fail("the peer announced memory on its domain " + std::to_string(last) +
+                 ", but has only " + std::to_string(known));
 }
 
 Status Engine::write(int64_t transfer, int64_t region, uint64_t offset, const RemoteRegion& remote,
@@ -66,9 +65,7 @@ Status Engine::enqueue(int64_t id, RegionPtr source, RemoteRegionPtr remote, Uni
   if (Status status = check_open(); !status.ok()) return status;
   auto transfer = transfers_.find(id);
   if (!transfer.ok()) return transfer.status();
-  if (*transfer && (*transfer)->postable()) {
-    if (Status status = check_remote(*transfer, *remote); !status.ok()) return status;
-  }
+  check_remote(*transfer, *remote);
   const auto outcome = *transfer ? (*transfer)->plan(units.size()) : Transfer::Plan::kEnded;
   if (outcome == Transfer::Plan::kEnded) {
     // Ended by a lost peer or a cancel that the caller has not read about yet: its event says so.
@@ -150,9 +147,7 @@ Status Engine::add_plan(int64_t step, std::vector<int> ordinals, int layers,
     write.pages = std::make_shared<const PageLists>(std::move(request.pages));
     write.unit = request.unit;
     for (RemoteRegion& remote : request.remotes) {
-      if (write.transfer && write.transfer->postable()) {
-        if (Status status = check_remote(write.transfer, remote); !status.ok()) return status;
-      }
+      check_remote(write.transfer, remote);
       write.remotes.push_back(std::make_shared<const RemoteRegion>(std::move(remote)));
     }
     writes.push_back(std::move(write));

@@ -103,9 +103,9 @@ class Fabric {
  public:
   virtual ~Fabric() = default;
   virtual const std::string& provider() const = 0;
-  // An empty name is the domain that the provider lists first. Where endpoints have IP addresses,
-  // one of this machine's is a name too: the domain's endpoints have that address. kUnavailable
-  // names what there is.
+  // An empty name is the domain that the provider lists first. A NIC's name will do where the
+  // domain has another. Where endpoints have IP addresses, one of this machine's is a name too: the
+  // domain's endpoints have that address. kUnavailable names what there is.
   virtual Result<std::unique_ptr<Domain>> open_domain(const std::string& name) = 0;
   // Between "host:port" as people write it and an endpoint's name.
   virtual Result<std::string> parse_address(const std::string& text) const = 0;

@@ -13,9 +13,10 @@ class FlowWindow {
   FlowWindow(uint64_t max_bytes, uint32_t max_posts)
       : max_bytes_(max_bytes), max_posts_(max_posts) {}
   // A write larger than the whole window goes alone, else it would never go. A job that is spread
-  // over `lanes` domains may use a `lanes`-th of this one's window.
-  bool admits(uint64_t bytes, uint32_t lanes = 1) const {
-    return posts_ == 0 || (posts_ < max_posts_ / lanes && bytes_ + bytes <= max_bytes_ / lanes);
+  // over `domains` of them may use a share of the bytes; posts fill a queue that each has for
+  // itself.
+  bool admits(uint64_t bytes, size_t domains = 1) const {
+    return posts_ == 0 || (posts_ < max_posts_ && bytes_ + bytes <= max_bytes_ / domains);
   }
   void take(uint64_t bytes) {
     bytes_ += bytes;

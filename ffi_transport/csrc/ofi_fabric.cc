@@ -159,12 +159,18 @@ class OfiFabric : public Fabric {
   }
 
  private:
+  // The NIC's own name, where the provider tells it: EFA's domains add a suffix to it.
+  static std::string device(const fi_info* info) {
+    const fi_device_attr* device = info->nic ? info->nic->device_attr : nullptr;
+    return device && device->name ? device->name : "";
+  }
+
   // The first of this provider's (at an IPv4 address, if it has addresses); null if there is none.
   fi_info* find(fi_info* list, const std::string& name) const {
     for (fi_info* info = list; info; info = info->next) {
       if (provider_ != info->fabric_attr->prov_name) continue;
       if (candidate_.ip && info->addr_format != FI_SOCKADDR_IN) continue;
-      if (name.empty() || name == info->domain_attr->name) return info;
+      if (name.empty() || name == info->domain_attr->name || name == device(info)) return info;
     }
     return nullptr;
   }

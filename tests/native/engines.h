@@ -31,6 +31,19 @@ inline EngineOptions options(uint32_t max_delay = 0, uint64_t seed = 1) {
   return out;
 }
 
+inline EngineOptions with_domains(EngineOptions how, size_t count) {
+  how.domains.clear();
+  for (size_t i = 0; i < count; ++i) how.domains.push_back("nic" + std::to_string(i));
+  return how;
+}
+
+// What holds for one domain on each side holds for several, and for unequal numbers of them.
+struct Shape {
+  size_t here = 1;
+  size_t there = 1;
+};
+inline constexpr Shape kShapes[] = {{1, 1}, {2, 3}};
+
 struct Node {
   std::unique_ptr<Engine> engine;
   std::vector<char> memory;
@@ -95,11 +108,13 @@ inline void randomize(std::vector<char>* memory, uint32_t seed) {
   for (char& byte : *memory) byte = static_cast<char>(random());
 }
 
-inline PageLists shuffled(size_t count, uint32_t seed) {
+// Pages 0 to count - 1 to the `count` pages from `first` on. Several lists to one node need pages
+// of their own: with several domains nobody orders two writes of the same bytes.
+inline PageLists shuffled(size_t count, uint32_t seed, uint32_t first = 0) {
   PageLists lists;
   for (uint32_t i = 0; i < count; ++i) {
     lists.source.push_back(i);
-    lists.destination.push_back(i);
+    lists.destination.push_back(first + i);
   }
   std::mt19937 random(seed);
   std::shuffle(lists.source.begin(), lists.source.end(), random);

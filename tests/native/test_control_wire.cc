@@ -119,4 +119,18 @@ TEST(region_descriptor_round_trip_and_refusal) {
     CHECK_FAILS(RemoteRegion::decode(bytes.substr(0, length)).status(), Code::kProtocol,
                 "descriptor");
   }
+  CHECK_EQ(decoded->domains[1].domain, 5u);
+  CHECK_EQ(decoded->domains[1].base, 4u);
+  CHECK_FAILS(RemoteRegion::decode(bytes + "x").status(), Code::kProtocol, "descriptor");
+  const auto refused = [](std::vector<RemoteRegion::Access> domains) {
+    RemoteRegion bad;
+    bad.length = 1;
+    bad.domains = std::move(domains);
+    return RemoteRegion::decode(bad.encode()).status();
+  };
+  CHECK_FAILS(refused({}), Code::kProtocol, "descriptor");
+  CHECK_FAILS(refused({{64, 0, 0}}), Code::kProtocol, "domain 64 in place 0");
+  CHECK_FAILS(refused({{0, 0, 0}, {0, 1, 0}}), Code::kProtocol, "domain 0 in place 1");
+  CHECK_FAILS(refused({{1, 0, 0}, {0, 1, 0}}), Code::kProtocol, "domain 0 in place 1");
+  CHECK_FAILS(refused(std::vector<RemoteRegion::Access>(65)), Code::kProtocol, "descriptor");
 }

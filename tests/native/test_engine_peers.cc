@@ -1,79 +1,10 @@
 #include <cstring>
 
-#include "control_wire.h"
 #include "engines.h"
-#include "loopback.h"
+#include "stranger.h"
 
 using namespace check;
 using namespace ffi_transport;
-
-namespace {
-
-// Someone who speaks to an engine's control endpoint without being an engine.
-struct Stranger {
-  std::unique_ptr<Fabric> fabric = make_loopback();
-  std::unique_ptr<Domain> domain = fabric->open_domain("").take();
-  std::unique_ptr<Endpoint> endpoint = domain->open_endpoint(0).take();
-  PeerAddress target;
-  OpContext contexts[2];
-  char buffer[kPacketBytes];
-  std::string answer;
-
-  explicit Stranger(const std::string& address)
-      : target(*endpoint->insert(*fabric->parse_address(address))) {
-    CHECK_OK(endpoint->recv(buffer, sizeof buffer, nullptr, &contexts[1]));
-  }
-  void send(std::string_view bytes) {
-    CHECK(eventually([&] {
-      poll();
-      return endpoint->send(target, bytes.data(), bytes.size(), nullptr, &contexts[0]).ok();
-    }));
-  }
-  void poll() {
-    Completion completions[16];
-    const int count = endpoint->poll(completions);
-    for (int i = 0; i < count; ++i) {
-      if (completions[i].kind != Completion::Kind::kRecv) continue;
-      answer.assign(buffer, completions[i].length);
-      CHECK_OK(endpoint->recv(buffer, sizeof buffer, nullptr, &contexts[1]));
-    }
-  }
-  Packet wait_answer() {
-    CHECK(eventually([&] {
-      poll();
-      return !answer.empty();
-    }));
-    Packet packet;
-    CHECK_OK(parse_packet(answer, &packet));
-    return packet;
-  }
-  Hello hello(const std::string& provider = "loopback", size_t domains = 1) {
-    Hello out;
-    out.control_name = endpoint->name();
-    out.control_address = "loopback:1";
-    out.provider = provider;
-    out.slot_bits = 20;
-    out.data_names.assign(domains, std::string("\x01\x00", 2));
-    return out;
-  }
-  std::string greeting(const Hello& hello, uint16_t version = kProtocolVersion,
-                       uint64_t epoch = 1234, uint64_t session = 99) {
-    PacketHeader header;
-    header.version = version;
-    header.type = PacketType::kFragment;
-    header.first = header.last = true;
-    header.kind = MessageKind::kHello;
-    header.sender_epoch = epoch;
-    header.session = session;
-    const std::string payload = encode_hello(hello);
-    header.message_bytes = static_cast<uint32_t>(payload.size());
-    std::string bytes(kPacketBytes, '\0');
-    bytes.resize(write_packet(header, payload, {bytes.data(), bytes.size()}));
-    return bytes;
-  }
-};
-
-}  // namespace
 
 TEST(peers_greet_and_talk_in_order) {
   for (uint32_t delay : {0u, 25u}) {
@@ -149,59 +80,63 @@ TEST(different_settings_are_refused_by_name) {
 }
 
 TEST(fence_ends_transfers_then_the_peer_on_both_sides) {
-  EngineOptions how = options(60);
-  how.bytes_in_flight = 64 << 10;
-  Node a(how), b(how);
-  const int64_t peer = connect(a, b);
-  const int64_t there = b.wait(EventKind::kPeerConnected).peer;
-  const int64_t transfer = *a.engine->open_transfer(peer, 1);
-  for (int i = 0; i < 50; ++i) {
-    CHECK_OK(a.engine->write_paged(transfer, a.region, b.remote, shuffled(256, i),
-                                   {4096, 0, 4096, 0, 4096}));
+  for (const Shape& shape : kShapes) {
+    EngineOptions how = options(60);
+    how.bytes_in_flight = 16 << 10;
+    Node a(with_domains(how, shape.here)), b(with_domains(how, shape.there), 16 << 20);
+    const int64_t peer = connect(a, b);
+    const int64_t there = b.wait(EventKind::kPeerConnected).peer;
+    const int64_t transfer = *a.engine->open_transfer(peer, 1);
+    for (int i = 0; i < 16; ++i) {
+      CHECK_OK(a.engine->write_paged(transfer, a.region, b.remote, shuffled(256, i, 256 * i),
+                                     {4096, 0, 4096, 0, 4096}));
+    }
+    CHECK(eventually([&] { return b.stat("units_received") > 0; }));
+    CHECK_OK(b.engine->control().fence(there));  // the receiver's fence
+    std::fill(b.memory.begin(), b.memory.end(), 9);
+    const uint64_t counted = b.stat("immediates_received");
+    const Event ended = a.wait(EventKind::kTransferEnded);
+    CHECK_EQ(ended.outcome, static_cast<int>(TransferOutcome::kFailed));
+    CHECK_EQ(a.wait(EventKind::kPeerLost).peer, peer);
+    CHECK(b.wait(EventKind::kPeerLost).text == "fenced by this node");
+    CHECK_EQ(b.stat("immediates_received"), counted);
+    for (char byte : b.memory) CHECK_EQ(byte, 9);
+    CHECK_FAILS(a.engine->open_transfer(peer, 1).status(), Code::kPeerLost, "is lost");
+    CHECK_FAILS(a.engine->control().send(peer, "x"), Code::kPeerLost, "is lost");
+    CHECK_OK(b.engine->control().fence(there));       // again: nothing
+    CHECK_OK(b.engine->control().disconnect(there));  // nor this
+    CHECK_FAILS(b.engine->control().fence(55), Code::kInvalid, "no peer 55");
+    connect(a, b);  // and a new session works
   }
-  CHECK(eventually([&] { return b.stat("units_received") > 0; }));
-  CHECK_OK(b.engine->control().fence(there));  // the receiver's fence
-  std::fill(b.memory.begin(), b.memory.end(), 9);
-  const uint64_t counted = b.stat("immediates_received");
-  const Event ended = a.wait(EventKind::kTransferEnded);
-  CHECK_EQ(ended.outcome, static_cast<int>(TransferOutcome::kFailed));
-  CHECK_EQ(a.wait(EventKind::kPeerLost).peer, peer);
-  CHECK(b.wait(EventKind::kPeerLost).text == "fenced by this node");
-  CHECK_EQ(b.stat("immediates_received"), counted);
-  for (char byte : b.memory) CHECK_EQ(byte, 9);
-  CHECK_FAILS(a.engine->open_transfer(peer, 1).status(), Code::kPeerLost, "is lost");
-  CHECK_FAILS(a.engine->control().send(peer, "x"), Code::kPeerLost, "is lost");
-  CHECK_OK(b.engine->control().fence(there));       // again: nothing
-  CHECK_OK(b.engine->control().disconnect(there));  // nor this
-  CHECK_FAILS(b.engine->control().fence(55), Code::kInvalid, "no peer 55");
-  connect(a, b);  // and a new session works
 }
 
 TEST(sender_fence_fails_its_transfers_before_it_returns) {
-  EngineOptions how = options(60);
-  how.bytes_in_flight = 16 << 10;
-  Node a(how), b(how);
-  const int64_t peer = connect(a, b);
-  std::vector<int64_t> transfers;
-  for (int i = 0; i < 5; ++i) {
-    transfers.push_back(*a.engine->open_transfer(peer, i));
-    CHECK_OK(a.engine->write_paged(transfers.back(), a.region, b.remote, shuffled(256, i),
-                                   {4096, 0, 4096, 0, 4096}));
-  }
-  CHECK_OK(a.engine->control().fence(peer));
-  int ended = 0;
-  bool lost = false;
-  for (const Event& event : a.engine->poll(0)) {
-    if (event.kind == EventKind::kTransferEnded) {
-      CHECK(!lost);  // PeerLost comes after the ends
-      CHECK_EQ(event.outcome, static_cast<int>(TransferOutcome::kFailed));
-      ++ended;
+  for (const Shape& shape : kShapes) {
+    EngineOptions how = options(60);
+    how.bytes_in_flight = 16 << 10;
+    Node a(with_domains(how, shape.here)), b(with_domains(how, shape.there), 5 << 20);
+    const int64_t peer = connect(a, b);
+    std::vector<int64_t> transfers;
+    for (int i = 0; i < 5; ++i) {
+      transfers.push_back(*a.engine->open_transfer(peer, i));
+      CHECK_OK(a.engine->write_paged(transfers.back(), a.region, b.remote,
+                                     shuffled(256, i, 256 * i), {4096, 0, 4096, 0, 4096}));
     }
-    lost |= event.kind == EventKind::kPeerLost;
+    CHECK_OK(a.engine->control().fence(peer));
+    int ended = 0;
+    bool lost = false;
+    for (const Event& event : a.engine->poll(0)) {
+      if (event.kind == EventKind::kTransferEnded) {
+        CHECK(!lost);  // PeerLost comes after the ends
+        CHECK_EQ(event.outcome, static_cast<int>(TransferOutcome::kFailed));
+        ++ended;
+      }
+      lost |= event.kind == EventKind::kPeerLost;
+    }
+    CHECK_EQ(ended, 5);
+    CHECK(lost);
+    CHECK_OK(a.engine->deregister(a.region));  // nothing reads it any more
   }
-  CHECK_EQ(ended, 5);
-  CHECK(lost);
-  CHECK_OK(a.engine->deregister(a.region));  // nothing reads it any more
 }
 
 TEST(disconnect_delivers_what_was_queued) {

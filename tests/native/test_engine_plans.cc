@@ -159,17 +159,18 @@ TEST(engine_reports_a_ring_that_overflowed) {
 }
 
 TEST(engine_spreads_a_plan_over_domains) {
-  EngineOptions how = options(10);
-  how.domains = {"", ""};
-  Node a(how), b(how);
-  randomize(&a.memory, 9);
-  Layers from(a, true), to(b, false);
-  const int64_t peer = connect(a, b);
-  CHECK_OK(b.engine->counters().arm(1, 16 * kLayers, false));
-  const int64_t transfer = *a.engine->open_transfer(peer, 1);
-  CHECK_OK(a.engine->add_plan(1, {0}, kLayers, {request(transfer, shuffled(16, 1), to)}, 20));
-  CHECK_OK(a.engine->seal(transfer));
-  for (int layer = 0; layer < kLayers; ++layer) fire(a, 1, layer);
-  CHECK_EQ(a.wait(EventKind::kTransferEnded).first, 16 * kLayers);
-  b.wait(EventKind::kCounterReached);
+  for (const Shape& shape : kShapes) {
+    EngineOptions how = options(10);
+    Node a(with_domains(how, shape.here)), b(with_domains(how, shape.there));
+    randomize(&a.memory, 9);
+    Layers from(a, true), to(b, false);
+    const int64_t peer = connect(a, b);
+    CHECK_OK(b.engine->counters().arm(1, 16 * kLayers, false));
+    const int64_t transfer = *a.engine->open_transfer(peer, 1);
+    CHECK_OK(a.engine->add_plan(1, {0}, kLayers, {request(transfer, shuffled(16, 1), to)}, 20));
+    CHECK_OK(a.engine->seal(transfer));
+    for (int layer = 0; layer < kLayers; ++layer) fire(a, 1, layer);
+    CHECK_EQ(a.wait(EventKind::kTransferEnded).first, 16 * kLayers);
+    b.wait(EventKind::kCounterReached);
+  }
 }

@@ -44,6 +44,21 @@ TEST(window_limits_bytes_and_posts) {
   CHECK(!window.admits(1));
 }
 
+TEST(window_of_a_job_on_several_lanes_is_its_share) {
+  FlowWindow window(100, 8);
+  CHECK(window.admits(25, 4));
+  CHECK(window.admits(26, 4));  // larger than the share: alone
+  window.take(20);
+  CHECK(window.admits(5, 4));
+  CHECK(!window.admits(6, 4));
+  CHECK(window.admits(80, 1));
+  for (int i = 0; i < 7; ++i) window.take(0);
+  CHECK(!window.admits(0, 1));  // eight posts, however many lanes
+  for (int i = 0; i < 7; ++i) window.give_back(0);
+  window.give_back(20);
+  CHECK(window.admits(1, 64));  // never none at all
+}
+
 TEST(turns_are_fair_in_bytes_not_in_writes) {
   std::vector<std::unique_ptr<Queue>> queues;
   for (int i = 0; i < 3; ++i) queues.push_back(std::make_unique<Queue>());

@@ -143,6 +143,9 @@ class _Child:
     def counters(self) -> dict[str, int]:
         return self.engine.counters()
 
+    def domain_counters(self) -> list[dict[str, Any]]:
+        return self.engine.domain_counters()
+
     def wait(self, kind: str) -> dict[str, Any]:
         """The first event of a kind that no earlier wait returned."""
         types = {t.__name__: t for t in Event.__args__}
