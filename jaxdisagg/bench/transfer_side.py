@@ -5,6 +5,7 @@ stdin, one a line, and answers each on stdout; the end of stdin ends it.
 """
 
 import base64
+import contextlib
 import ipaddress
 import json
 import os
@@ -178,8 +179,9 @@ def main() -> None:
         side = msgspec.json.decode(sys.argv[1], type=Side)
         receive(side, int(sys.argv[2]), int(sys.argv[3]))
     except (TransportError, ValueError, OSError) as error:
-        say(error=str(error))
-        sys.exit(2)
+        with contextlib.suppress(BrokenPipeError):  # the sending side is gone: nobody to tell
+            say(error=str(error))
+        os._exit(2)  # an exit of Python's would try to flush what is left
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """The transfer benchmark's two sides run where they are told to."""
 
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -52,3 +55,19 @@ def test_pages_are_shared_by_the_domains_of_both_sides():
 def test_what_the_receiving_process_cannot_have_is_said():
     with pytest.raises(TransportError, match=r"the receiving process: .* requested address"):
         Bench(Side(), Side(bind="203.0.113.1"), BUFFER)
+
+
+def test_a_receiving_process_whose_sender_is_gone_ends_without_a_word():
+    reading, writing = os.pipe()
+    os.close(reading)
+    side = json.dumps({"bind": "203.0.113.1"})
+    with os.fdopen(writing, "wb") as nobody:
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxdisagg.bench.transfer_side", side, str(BUFFER), "1"],
+            stdout=nobody,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (2, "")

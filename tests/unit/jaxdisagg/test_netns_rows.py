@@ -1,4 +1,4 @@
-"""What a test bed's rows are compared with: the bars, and what must add up of a split deployment."""
+"""What a bed's rows are compared with: the bars, and what must add up of a split deployment."""
 
 import re
 from dataclasses import replace
