@@ -58,16 +58,25 @@ def make_mesh(
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def node_devices(processes: int) -> list[jax.Device]:
-    """The devices that a node of so many processes may use, in rank order: process by process.
+def node_devices(count: int, processes: int) -> list[jax.Device]:
+    """`count` devices of a node in rank order, an equal share from each of its processes.
 
-    Raises ValueError when jax knows another number of processes.
+    Raises ValueError when jax knows another number of processes, or one of them has fewer.
     """
     if processes == 1:
         return jax.local_devices()
     if jax.process_count() != processes:
         raise ValueError(f"processes={processes}, but jax knows {jax.process_count()}")
-    return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    share = count // processes
+    found: list[jax.Device] = []
+    for process in range(processes):
+        own = sorted(jax.local_devices(process), key=lambda device: device.id)
+        if len(own) < share:
+            raise ValueError(
+                f"process {process} has {len(own)} devices, its share of dp*tp={count} is {share}"
+            )
+        found += own[:share]
+    return found
 
 
 def rank_devices(mesh: Mesh) -> list[jax.Device]:

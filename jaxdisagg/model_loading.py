@@ -54,7 +54,7 @@ def load_model(node: NodeConfig, devices: Sequence[jax.Device] | None = None) ->
     fit = fit_model(node)
     config, rules = fit.config, fit.rules
     if devices is None:
-        devices = node_devices(node.mesh.processes)
+        devices = node_devices(node.mesh.devices, node.mesh.processes)
     mesh = make_mesh(
         tp=node.mesh.tp, dp=node.mesh.dp, kv_heads=fit.layout.kv_heads, devices=devices
     )

@@ -50,7 +50,7 @@ async def run_node(node: NodeConfig, say: Say) -> int:
         return await _serve(node, say, listener, engine, tokenizer, group)
     except BaseException as error:
         if group is not None:
-            await asyncio.to_thread(group.stop, f"process 0 of {node.id}: {error}")
+            await asyncio.to_thread(group.stop, f"process 0: {error}")
         raise
 
 

@@ -82,7 +82,7 @@ class Follower:
             silence=node.timeouts.member,
             timeout=START_SECONDS,
             on_message=self._take,
-            on_lost=lambda reason: self._end(f"process 0 of {node.id} {reason}"),
+            on_lost=lambda reason: self._end(f"process 0 {reason}"),
         )
 
     def run(self) -> int:
@@ -105,14 +105,17 @@ class Follower:
 
     def fail(self, reason: str) -> None:
         """Tell the leader that something went wrong here, and end."""
-        self._channel.send(Failed(reason))
-        self._end(reason)
+        self._end(reason, Failed(reason))
 
-    def _end(self, error: str | None) -> None:
+    def _end(self, error: str | None, last_word: Failed | None = None) -> None:
+        """The first call decides how this process ends."""
         with self._end_lock:
-            if not self._ended.is_set():
-                self._error = error
-                self._ended.set()
+            if self._ended.is_set():
+                return
+            self._error = error
+            if last_word is not None:
+                self._channel.send(last_word)
+            self._ended.set()
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Stop):

@@ -41,6 +41,7 @@ class LeaderGroup:
         self._pids: dict[int, int] = {}
         self._statuses: dict[int, Status] = {}
         self._stopping = False
+        self._ended: set[int] = set()
         host, port = node.host, 0
         if node.group is not None:
             host, _, text = node.group.rpartition(":")
@@ -51,7 +52,7 @@ class LeaderGroup:
                 key=key,
                 silence=node.timeouts.member,
                 on_message=self._take,
-                on_lost=lambda process, reason: self._lose(f"process {process} {reason}"),
+                on_lost=self._gone,
                 host=host,
                 port=port,
             )
@@ -143,10 +144,19 @@ class LeaderGroup:
         return found
 
     def stop(self, reason: str, timeout: float = 5.0) -> None:
-        """Let the followers end, and close the links."""
-        self._stopping = True
+        """Let the followers end, and close the links; a second call has no effect.
+
+        Those that do not end within `timeout` seconds are left: they find the leader gone.
+        """
+        with self._changed:
+            if self._stopping:
+                return
+            self._stopping = True
         self.broadcast(Stop(reason))
-        self._channel.close(timeout)
+        with self._changed:
+            # jax aborts a process whose coordinator, which is this one, ends before it does.
+            self._changed.wait_for(lambda: self._ended >= set(self._channel.pids), timeout)
+        self._channel.close(1.0)
 
     def _take(self, process: int, message: Message) -> None:
         handler = self._handlers.get(type(message))
@@ -157,14 +167,21 @@ class LeaderGroup:
             self._kept.setdefault(type(message), {})[process] = message
             self._changed.notify_all()
 
+    def _gone(self, process: int, reason: str) -> None:
+        """A link has ended, which a follower does when it is told to stop."""
+        with self._changed:
+            self._ended.add(process)
+            self._changed.notify_all()
+        self._lose(f"process {process} {reason}")
+
     def _lose(self, reason: str) -> None:
         with self._changed:
-            if self.lost is not None or self._stopping:
+            if self._stopping or self.lost is not None:
                 return
-            self.lost = f"{self._node.id}: {reason}"
+            self.lost = reason
             self._changed.notify_all()
             call = self._on_lost
-        log.error("%s", self.lost)
+        log.error("%s: %s", self._node.id, self.lost)
         if call is not None:
             call(self.lost)
 

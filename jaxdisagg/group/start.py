@@ -63,6 +63,7 @@ def initialize(coordinator: str, node: NodeConfig, timeout: float) -> None:
     all of them come within `timeout` seconds.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     watch = max(_LEAST_WATCH_SECONDS, int(_WATCH_FACTOR * node.timeouts.member))
     try:
         jax.distributed.initialize(
@@ -76,10 +77,3 @@ def initialize(coordinator: str, node: NodeConfig, timeout: float) -> None:
         )
     except RuntimeError as error:
         raise GroupError(f"jax.distributed at {coordinator}: {error}") from None
-    devices = jax.local_device_count()
-    share = node.mesh.devices // node.mesh.processes
-    if devices != share:
-        raise GroupError(
-            f"process {node.process} of {node.id} has {devices} devices, its share of "
-            f"dp*tp={node.mesh.devices} is {share}"
-        )

@@ -1,0 +1,198 @@
+"""Mixed nodes of several processes over HTTP: answers of transformers, and what a loss does."""
+
+import os
+import shutil
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import golden_serving
+import httpx
+import numpy as np
+import pytest
+from nodes import CHUNK, node_config, wait_until
+
+from jaxdisagg.config import BatchConfig, MeshConfig, ServeConfig, Timeouts
+from jaxdisagg.deployment import Deployment
+
+TOLERANCE = 1e-3
+MEMBER_SECONDS = 4.0
+FEW = BatchConfig(chunks=(CHUNK,), decode_rows=(8,), max_model_len=256)
+
+
+@pytest.fixture(scope="module")
+def folder(golden_folder, tiny_folder, tmp_path_factory):
+    """From a golden's name to its weights beside a tokenizer whose own tokens are never drawn."""
+
+    def make(name):
+        folder = tmp_path_factory.mktemp("group") / name
+        shutil.copytree(golden_folder(name), folder)
+        for file in tiny_folder.iterdir():
+            shutil.copy(file, folder / file.name)
+        return folder
+
+    return make
+
+
+def deployment_of(folder, mesh, **more):
+    node = node_config("mixed", folder, batch=FEW, timeouts=Timeouts(member=MEMBER_SECONDS), **more)
+    return Deployment(ServeConfig(nodes=(replace(node, mesh=mesh),), port=0))
+
+
+def complete(url, prompt, max_tokens, **more):
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "logprobs": 0, **more}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=120.0)
+
+
+def state(deployment):
+    return httpx.get(f"{deployment.nodes[0].url}/debug/state", timeout=10.0).json()
+
+
+def check_golden(deployment, golden):
+    """Text and logprobs of every prompt, all at once."""
+    assert golden.gap > TOLERANCE, "a flip would prove nothing"
+    new = golden.tokens.shape[1]
+    with ThreadPoolExecutor(len(golden.prompts)) as pool:
+        answers = list(pool.map(lambda p: complete(deployment.url, p, new), golden.prompts))
+    for i, answer in enumerate(answers):
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        assert choice["text"] == bytes(golden.tokens[i].tolist()).decode(errors="replace")
+        found = choice["logprobs"]["token_logprobs"]
+        np.testing.assert_allclose(found, golden.logprobs[i], atol=TOLERANCE, err_msg=f"{i}")
+
+
+def check_processes(deployment, devices):
+    """Each process shows its devices, has run the same steps, and compiled nothing since."""
+    pids = [p.process.pid for node in deployment.nodes for p in (node, *node.followers)]
+
+    def found():
+        return [state(deployment)["processes"][str(i)] for i in range(len(pids))]
+
+    wait_until(lambda: len({p["steps"] for p in found()}) == 1, "as many steps in all processes")
+    for process, pid, expected in zip(found(), pids, devices, strict=True):
+        assert process["steps"] > len(FEW.chunks) + len(FEW.decode_rows)
+        assert process["pid"] == pid
+        assert process["devices"] == expected
+        assert process["compiles_after_warm_up"] == 0
+
+
+def ended(processes, seconds):
+    """Their exit codes, once they have ended by themselves."""
+    wait_until(
+        lambda: all(p.process.poll() is not None for p in processes), "processes ended", seconds
+    )
+    return [p.process.returncode for p in processes]
+
+
+@pytest.fixture(scope="module")
+def qwen(folder):
+    """Two processes of one rank each; tests that break it mend it."""
+    made = folder("qwen3_serving")
+    with deployment_of(made, MeshConfig(tp=2, processes=2)) as deployment:
+        yield deployment, golden_serving.load("qwen3_serving", made)
+
+
+def restart(deployment):
+    deployment.restart("mixed-0")
+    wait_until(
+        lambda: httpx.get(f"{deployment.url}/health").status_code == 200, "the router can answer"
+    )
+
+
+def test_two_processes_answer_as_transformers_does(qwen):
+    deployment, golden = qwen
+    check_golden(deployment, golden)
+    check_processes(deployment, [[0, 0], [1, 1]])
+    metrics = httpx.get(f"{deployment.nodes[0].url}/metrics").text
+    assert 'jaxdisagg_engine_state{name="processes.1.compiles_after_warm_up"} 0.0' in metrics
+
+
+def test_a_killed_follower_fails_the_node_which_names_it(qwen):
+    deployment, golden = qwen
+    (node,) = deployment.nodes
+    (follower,) = node.followers
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(complete, deployment.url, [65], 200) for _ in range(4)]
+        wait_until(lambda: state(deployment)["requests"].get("decoding") == 4, "four decode")
+        follower.process.kill()
+        for future in waiting:
+            answer = future.result(timeout=30)
+            assert answer.status_code == 503, answer.text
+            error = answer.json()["error"]
+            assert error["code"] == "node_failed"
+            assert "process 1 closed its connection" in error["message"]
+    assert ended([node], 15.0) == [1]
+    restart(deployment)
+    check_golden(deployment, golden)
+
+
+def test_a_hung_follower_is_noticed_in_time(qwen):
+    """The leader's step hangs in a collective for as long as the follower does."""
+    deployment, golden = qwen
+    (node,) = deployment.nodes
+    (follower,) = node.followers
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(complete, deployment.url, [65], 200)
+        wait_until(lambda: state(deployment)["requests"].get("decoding") == 1, "one decodes")
+        os.kill(follower.process.pid, signal.SIGSTOP)
+        answer = waiting.result(timeout=MEMBER_SECONDS + 10.0)
+    assert answer.status_code == 503, answer.text
+    assert f"process 1 said nothing for {MEMBER_SECONDS:g} s" in answer.json()["error"]["message"]
+    assert ended([node], 20.0) == [1]
+    assert follower.process.poll() is None, "it cannot end: it is stopped"
+    restart(deployment)  # which ends what is left of the old node
+    assert follower.process.poll() == -signal.SIGKILL
+    check_golden(deployment, golden)
+
+
+def test_followers_of_a_killed_leader_end_and_a_stop_is_clean(qwen):
+    deployment, _ = qwen
+    (node,) = deployment.nodes
+    node.process.kill()
+    (code,) = ended(node.followers, 10.0)
+    assert code != 0
+    restart(deployment)
+    processes = [deployment.nodes[0], *deployment.nodes[0].followers]
+    deployment.stop()
+    assert ended(processes, 1.0) == [0, 0]
+
+
+def check_drafts(deployment, golden):
+    before = state(deployment)["drafts"]
+    check_golden(deployment, golden)
+    after = state(deployment)["drafts"]
+    expected = np.sum([golden.accepted(i) for i in range(len(golden.prompts))], axis=0).tolist()
+    assert [after[key] - before[key] for key in ("proposed", "accepted")] == expected
+    assert expected[1] > 0, "without a right draft the second token is never tried"
+
+
+def test_dp_ranks_in_processes_of_their_own_draft_as_one(folder):
+    made = folder("deepseek_serving")
+    with deployment_of(made, MeshConfig(dp=2, ep=2, processes=2), mtp=True) as deployment:
+        check_drafts(deployment, golden_serving.load("deepseek_serving", made))
+        check_processes(deployment, [[0, 0], [1, 1]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("qwen3_serving", MeshConfig(tp=4, processes=2)),
+        ("qwen3_serving", MeshConfig(tp=2, dp=2, processes=2)),
+        ("qwen3_serving", MeshConfig(tp=4, processes=4)),
+        ("qwen3_moe_serving", MeshConfig(tp=2, dp=2, ep=4, processes=2)),
+        ("deepseek_serving", MeshConfig(tp=4, ep=4, processes=2)),
+        ("deepseek_serving", MeshConfig(tp=2, dp=2, ep=2, processes=4)),
+    ],
+    ids=str,
+)
+def test_other_meshes(folder, name, mesh):
+    made = folder(name)
+    drafts = name == "deepseek_serving"
+    with deployment_of(made, mesh, mtp=drafts) as deployment:
+        golden = golden_serving.load(name, made)
+        (check_drafts if drafts else check_golden)(deployment, golden)
+        share = mesh.devices // mesh.processes
+        expected = [[i * share, (i + 1) * share - 1] for i in range(mesh.processes)]
+        check_processes(deployment, expected)
