@@ -56,10 +56,17 @@ class _Reader:
         self._root = Path(os.path.realpath(root))
         self._problems: list[str] = []
         self._numa: dict[int, NumaNode] = {}
+        self._with_cpus: list[int] = []
         self._pci: dict[str, PciDevice] = {}
 
     def read(self) -> Topology:
         self._numa = {node.id: node for node in self._numa_nodes()}
+        # Others are memory alone, such as an accelerator's.
+        self._with_cpus = [
+            id
+            for id in self._cpu_list(self._root / "devices/system/node/has_cpu")
+            if id in self._numa
+        ] or list(self._numa)
         online = self._cpu_list(self._root / "devices/system/cpu/online")
         cpus = online or tuple(sorted({cpu for node in self._numa.values() for cpu in node.cpus}))
         gpus = [gpu for entry in self._entries("bus/pci/devices") if (gpu := self._gpu(entry))]
@@ -154,8 +161,8 @@ class _Reader:
     def _place(self, address: str, path: tuple[str, ...], folder: Path) -> PciDevice:
         node = self._number(folder / "numa_node")
         if node not in self._numa:
-            # Firmware that does not say gives -1. With one node there is no doubt.
-            node = next(iter(self._numa)) if len(self._numa) == 1 else -1
+            # Firmware that does not say gives -1. With one node of CPUs there is no doubt.
+            node = self._with_cpus[0] if len(self._with_cpus) == 1 else -1
         cpus = self._cpu_list(folder / "local_cpulist")
         if not cpus and node in self._numa:
             cpus = self._numa[node].cpus

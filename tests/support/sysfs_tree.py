@@ -48,6 +48,8 @@ class SysfsTree:
         self.write(f"devices/system/node/node{id}/distance", distances)
         online = sorted(cpu for node in self._cpus.values() for cpu in node)
         self.write("devices/system/cpu/online", cpu_list(online))
+        with_cpus = [node for node, its in self._cpus.items() if its]
+        self.write("devices/system/node/has_cpu", cpu_list(with_cpus))
 
     def pci(self, path: Sequence[str], kind: int, vendor: int, device: int, numa: int) -> str:
         """A PCI device at the end of a path from its host bridge; its folder."""

@@ -68,6 +68,14 @@ def test_a_machine_without_rdma(tmp_path):
     assert topology.gpus[0].pci.cpus == tuple(range(8))
 
 
+def test_memory_without_cpus_is_no_other_node(tmp_path):
+    tree = no_nic(tmp_path)
+    tree.numa(1, [], "20 10")
+    assert {gpu.pci.numa_node for gpu in read_topology(tree.root).gpus} == {0}
+    tree.numa(2, [8], "20 20 10")
+    assert {gpu.pci.numa_node for gpu in read_topology(tree.root).gpus} == {-1}
+
+
 def test_names_of_domains(tmp_path):
     """As fi_info prints them: `domain: efa_0-rdm`, `domain: mlx5_0`, `domain: eth0`."""
     tree = SysfsTree(tmp_path)
@@ -118,6 +126,22 @@ def test_rdma_that_cannot_be_used(tmp_path):
     topology = read_topology(tmp_path)
     assert nic_of(topology, "rxe0").problem == "it has no PCI device: software RDMA"
     assert "iWARP" in (nic_of(topology, "iw0").problem or "")
+
+
+@pytest.mark.parametrize(
+    ("vendor", "device", "kind"),
+    [
+        *((0x1D0F, id, "efa") for id in (0xEFA0, 0xEFA1, 0xEFA2, 0xEFA3)),
+        (0x15B3, 0xEFA1, "verbs"),
+        (0x1D0F, 0xEC20, "verbs"),
+    ],
+)
+def test_kinds_of_rdma(tmp_path, vendor, device, kind):
+    tree = SysfsTree(tmp_path)
+    tree.rdma("nic", ["pci0000:00", "0000:00:07.0"], 0)
+    tree.write("devices/pci0000:00/0000:00:07.0/vendor", f"{vendor:#06x}")
+    tree.write("devices/pci0000:00/0000:00:07.0/device", f"{device:#06x}")
+    assert nic_of(read_topology(tmp_path), "nic").kind == kind
 
 
 def test_interfaces(tmp_path):

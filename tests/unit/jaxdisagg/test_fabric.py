@@ -2,15 +2,18 @@
 
 import logging
 import os
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sysfs_tree import connectx_8, no_nic, p5_like
+from sysfs_tree import SysfsTree, connectx_8, no_nic, p5_like
 
 from ffi_transport.errors import FabricUnavailable
+from ffi_transport.topology.reading import parse_cpu_list
 from ffi_transport.types import EngineConfig
 from jaxdisagg import fabric
 from jaxdisagg.config import MeshConfig, NodeConfig, parse_node, serve_from_toml
@@ -157,6 +160,33 @@ def test_addresses_of_this_machine():
     with open_fabric(BASE) as engine:
         assert len(engine.domain_counters()) == 1
         assert device_domains(engine, devices) == (None, None)
+
+
+def test_the_thread_of_a_nic_runs_near_it(tmp_path):
+    """As if the loopback interface were a NIC of the node that has one of the allowed CPUs."""
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) < 2:
+        pytest.skip("one CPU is allowed: nothing to choose")
+    tree = SysfsTree(tmp_path)
+    tree.numa(0, allowed[:1], "10 21")
+    tree.numa(1, [*allowed[1:], 1000], "21 10")
+    tree.ethernet("lo", ["pci0000:80", "0000:80:01.0"], 1)
+    before = threads()
+    with open_fabric(replace(BASE, nics=("lo", "127.0.0.2")), tree.root) as engine:
+        counters = engine.domain_counters()
+        assert [domain["cpus"] for domain in counters] == [allowed[1:], []]
+        masks = Counter(cpus for thread, cpus in threads().items() if thread not in before)
+    assert masks[tuple(allowed[1:])] == 1
+    assert masks[tuple(allowed)] >= 1
+
+
+def threads() -> dict[str, tuple[int, ...]]:
+    """This process's threads and the CPUs that each may run on, as the kernel has it."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        (line,) = re.findall(r"Cpus_allowed_list:\t(.*)", (task / "status").read_text())
+        found[task.name] = parse_cpu_list(line)
+    return found
 
 
 @pytest.mark.parametrize("nic", ["nic9", "203.0.113.9"])
