@@ -143,7 +143,7 @@ def predict(prefill: Side, decode: Side, tokens: int, question: Question) -> dic
         **_balance("prefill", [load.source for load in loads]),
         **_balance("decode", [load.destination for load in loads]),
         "mapping": mapping(first),
-        "times": _times(prefill, first, tokens, question, loads),
+        "times": _times(prefill, first, tokens, question, loads[0]),
     }
 
 
@@ -163,28 +163,23 @@ def _balance(side: str, loads: list[np.ndarray]) -> dict[str, Any]:
 
 
 def _times(
-    prefill: Side, planned: TransferPlan, tokens: int, question: Question, loads: list[NicLoad]
+    prefill: Side, planned: TransferPlan, tokens: int, question: Question, load: NicLoad
 ) -> list[dict[str, Any]]:
-    """For each NIC speed the seed with the longest tail: an estimate, and on the safe side."""
+    """An estimate for each NIC speed, of any seed: the busiest NIC is as busy with each."""
     works = layer_work(prefill.fit)
-    chunks = list(_chunks(planned, tokens, question.chunk))
-    different = {load.both.tobytes(): load for load in loads}.values()  # often one: no choice
+    stages = _stages(works, _chunks(planned, tokens, question.chunk), question.device, load)
     found = []
     for gbps in question.nic_gbps:
-        runs = [
-            overlap(_stages(works, chunks, question.device, load), load.both[-1], gbps)
-            for load in different
-        ]
-        worst = max(runs, key=lambda run: run.tail)
+        run = overlap(stages, load.both[-1], gbps)
         found.append(
             {
                 "nic_gbps": gbps,
-                "layer_compute_ms": worst.compute / len(works) * 1e3,
-                "layer_transfer_ms": worst.wire / len(works) * 1e3,
-                "compute_ms": worst.compute * 1e3,
-                "transfer_ms": worst.wire * 1e3,
-                "hidden": worst.hidden,
-                "tail_ms": worst.tail * 1e3,
+                "layer_compute_ms": run.compute / len(works) * 1e3,
+                "layer_transfer_ms": run.wire / len(works) * 1e3,
+                "compute_ms": run.compute * 1e3,
+                "transfer_ms": run.wire * 1e3,
+                "hidden": run.hidden,
+                "tail_ms": run.tail * 1e3,
             }
         )
     return found
@@ -209,7 +204,7 @@ def _chunks(planned: TransferPlan, tokens: int, size: int) -> Iterator[tuple[int
 
 def _stages(
     works: Sequence[LayerWork],
-    chunks: Sequence[tuple[int, int, float]],
+    chunks: Iterator[tuple[int, int, float]],
     device: Device,
     load: NicLoad,
 ) -> list[Stage]:
@@ -232,9 +227,10 @@ def headline(side: Side, name: str) -> str:
     whole = bytes_per_token(replace(layout, tp=1, dp=1))
     everything, met = active_parameters(side.fit)
     heads = f"{layout.kv_heads} KV heads of" if layout.kind == "gqa" else "a latent of"
-    of_it = f" ({count(met)} for a token)" if met < everything else ""
+    total, of_it = (count(n).replace("G", "B") for n in (everything, met))  # as people say it
+    some = f" ({of_it} for a token)" if met < everything else ""
     return (
-        f"{name}: {count(everything)} parameters{of_it}, {layout.layers} layers with {heads} "
+        f"{name}: {total} parameters{some}, {layout.layers} layers with {heads} "
         f"{layout.head_dim}, {side.fit.config.dtype}: {whole:,} cache bytes a token"
     )
 
@@ -242,6 +238,8 @@ def headline(side: Side, name: str) -> str:
 def mapping(planned: TransferPlan) -> str:
     """In words how page shards become page shards, counted from a plan."""
     source, destination = planned.source, planned.destination
+    ours, theirs = source.page_size, destination.page_size
+    cut_pages = "" if ours == theirs else f"; pages of {ours} and {theirs} tokens are cut at both"
     writers = {
         rank: {u.source_rank for u in planned.units if u.destination_rank == rank}
         for rank in range(destination.tp)
@@ -259,7 +257,7 @@ def mapping(planned: TransferPlan) -> str:
         chosen = ", chosen by the seed" if sending < source.tp else ""
         return (
             f"MLA: {ranks} gets a copy of every latent page; {sending} of {source.tp} prefill "
-            f"ranks send it{chosen}, {most} {'copies' if most > 1 else 'copy'} at most"
+            f"ranks send it{chosen}, {most} {'copies' if most > 1 else 'copy'} at most{cut_pages}"
         )
     parts = max(map(len, writers.values()))
     cut = len(source.heads_of(0)) // len(destination.heads_of(0))
@@ -275,4 +273,4 @@ def mapping(planned: TransferPlan) -> str:
         said.append(
             f"one of {source.replicas} prefill ranks with the same heads sends, by the seed"
         )
-    return f"GQA: {'; '.join(said)}"
+    return f"GQA: {'; '.join(said)}{cut_pages}"

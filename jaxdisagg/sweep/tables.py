@@ -81,17 +81,19 @@ def tables(rows: Iterable[dict[str, Any]]) -> Iterator[Table]:
 def _moved(rows: list[dict[str, Any]]) -> Table:
     table = _Rows(
         "what one request moves (cache: bytes of a token on one device)",
-        ("prefill\ncache", "decode\ncache", "page-writes", "bytes"),
+        ("prefill\ncache", "decode\ncache", "page-writes", "of bytes", "bytes"),
     )
     for row in rows:
         caches = (f"{row[f'{side}_cache_bytes_per_token']:,}" for side in SIDES)
-        table.add(row, *caches, f"{row['page_writes']:,}", f"{row['bytes']:,}")
+        least, most = row["unit_bytes"]
+        unit = f"{most:,}" if least == most else f"{least:,}\nto {most:,}"
+        table.add(row, *caches, f"{row['page_writes']:,}", unit, f"{row['bytes']:,}")
     return table.table
 
 
 def _nics(rows: list[dict[str, Any]]) -> Table:
     table = _Rows(
-        "bytes over the busiest NIC; max/mean over NICs of one request and of all seeds",
+        "the busiest NIC; max/mean of one request, of all seeds",
         ("prefill\nbusiest", "max/\none", "mean\nall", "decode\nbusiest", "max/\none",
          "mean\nall"),
     )  # fmt: skip

@@ -66,6 +66,13 @@ def test_page_sizes_of_both_sides_count():
     row = ask("qwen3-coder-480b", "tp=8,page_size=64", "tp=8,page_size=64")
     assert row["unit_bytes"] == [32768, 32768]
     assert row["page_writes"] == 64 * 62 * 8 + 8
+    assert "tokens are cut" not in row["mapping"]
+    # Every 48 tokens are cut at 16, 24 and 32: spans of 16, 8, 8 and 16 tokens, K and V apart, of
+    # 256 bytes a token. 4,095 tokens are 85 times 48 and 15 more: 341 spans of a head and plane.
+    row = ask("qwen3-coder-480b", "tp=8", "tp=8,page_size=24")
+    assert row["unit_bytes"] == [8 * 256, 16 * 256]
+    assert row["page_writes"] == 341 * 2 * 62 * 8 + 8
+    assert "pages of 16 and 24 tokens are cut at both" in row["mapping"]
 
 
 def test_nics_share_a_request_evenly_where_every_rank_sends():

@@ -67,7 +67,7 @@ def test_dtype_and_mtp_change_the_cache_as_they_do_a_nodes():
 def test_the_headline_says_what_the_model_is():
     text = headline(side("qwen3-coder-480b", "tp=8"), "qwen3-coder-480b")
     assert "62 layers with 8 KV heads of 128, bfloat16: 253,952 cache bytes a token" in text
-    assert "480 G parameters (35.5 G for a token)" in text
+    assert "480 B parameters (35.5 B for a token)" in text
     assert "61 layers with a latent of 576" in headline(side("deepseek-r1", "tp=8"), "deepseek-r1")
 
 
