@@ -124,7 +124,9 @@ def _named(
     else:
         tried = (provider,)
     names = tuple(nic.name if nic else name for name, nic in zip(nics, known, strict=True))
-    return tuple(_opened(topology, one, names, dealt, allowed, "as named") for one in tried)
+    broken = [f"{nic.name}: {nic.problem}" for nic in known if nic and nic.problem]
+    why = "; ".join(["as named", *broken])
+    return tuple(_opened(topology, one, names, dealt, allowed, why) for one in tried)
 
 
 def _kind_of_unknown(provider: str) -> NicKind:

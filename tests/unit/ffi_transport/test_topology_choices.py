@@ -90,7 +90,14 @@ def test_named_nics_choose_the_provider(p5, connectx):
     assert {way.domains for way in ways} == {("eth0", "192.0.2.7")}
     assert ways[0].domain_cpus == (tuple(range(32, 64)), ())
     (way,) = choices(Topology(), "auto", 1, ("eth0",))
-    assert way.provider == "auto"
+    assert (way.provider, way.why) == ("auto", "as named")
+
+
+def test_a_named_nic_that_does_not_work_is_taken_all_the_same(tmp_path):
+    tree = no_nic(tmp_path)
+    tree.rdma("mlx5_0", ["pci0000:00", "0000:00:07.0"], -1, state="1: DOWN")
+    (way,) = choices(read_topology(tree.root), "auto", 1, ("mlx5_0",))
+    assert (way.domains, way.why) == (("mlx5_0",), "as named; mlx5_0: port 1 is DOWN")
 
 
 @pytest.mark.parametrize(
