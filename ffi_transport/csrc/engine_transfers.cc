@@ -118,12 +118,16 @@ Status Engine::cancel(int64_t id) {
 // ---- step plans ------------------------------------------------------------------------------
 
 Status Engine::set_source_region(int ordinal, int layer, int64_t id) {
-  if (ordinal < 0 || ordinal >= TriggerHub::kOrdinals || layer < 0 ||
-      layer >= TriggerHub::kLayers) {
+  if (ordinal < 0 || layer < 0 || layer >= TriggerHub::kLayers) {
     return Status(Code::kInvalid, "ordinal " + std::to_string(ordinal) + ", layer " +
-                                      std::to_string(layer) + ": at most " +
-                                      std::to_string(TriggerHub::kOrdinals) + " ordinals and " +
+                                      std::to_string(layer) +
+                                      ": none may be negative, and at most " +
                                       std::to_string(TriggerHub::kLayers) + " layers");
+  }
+  if (!plans_.near_sources(ordinal, TriggerHub::kOrdinals)) {
+    return Status(Code::kInvalid, "ordinal " + std::to_string(ordinal) + " is not within " +
+                                      std::to_string(TriggerHub::kOrdinals) +
+                                      " of the other source regions' ordinals");
   }
   auto region = find_region(id);
   if (!region.ok()) return region.status();

@@ -22,6 +22,14 @@ void PlanTable::set_source(int ordinal, int layer, RegionPtr region) {
   sources_[{ordinal, layer}] = std::move(region);
 }
 
+bool PlanTable::near_sources(int ordinal, int width) const {
+  std::lock_guard lock(mutex_);
+  if (sources_.empty()) return true;
+  const int first = std::min(ordinal, sources_.begin()->first.first);
+  const int last = std::max(ordinal, sources_.rbegin()->first.first);
+  return last - first < width;
+}
+
 std::vector<std::pair<int, int>> PlanTable::forget_source(int64_t region) {
   std::lock_guard lock(mutex_);
   std::vector<std::pair<int, int>> places;

@@ -42,6 +42,8 @@ class PlanTable {
   PlanTable(EventQueue* events, Stats* stats) : events_(events), stats_(stats) {}
 
   void set_source(int ordinal, int layer, RegionPtr region);
+  // Whether an ordinal and all that have a source lie within `width` consecutive ones.
+  bool near_sources(int ordinal, int width) const;
   // Takes a region away wherever it is a source; returns those (ordinal, layer).
   std::vector<std::pair<int, int>> forget_source(int64_t region);
   // Waits while kLiveSteps are live, at most timeout_s: then kTimeout names them and what has not

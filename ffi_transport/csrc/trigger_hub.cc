@@ -53,7 +53,7 @@ TriggerHub::TriggerHub(Waiter* reader, std::atomic<uint64_t>* order, Stats* stat
       addresses_(new std::atomic<uint64_t>[kOrdinals * kLayers]()) {}
 
 void TriggerHub::set_address(int ordinal, int layer, uint64_t address) {
-  addresses_[ordinal * kLayers + layer].store(address, std::memory_order_release);
+  address_of(ordinal, layer).store(address, std::memory_order_release);
 }
 
 void TriggerHub::fire(int32_t step, int32_t ordinal, int32_t layer, const void* cache) noexcept {
@@ -62,8 +62,8 @@ void TriggerHub::fire(int32_t step, int32_t ordinal, int32_t layer, const void* 
   record.step_low = static_cast<uint32_t>(step);
   record.layer = layer;
   record.ordinal = ordinal;
-  if (ordinal >= 0 && ordinal < kOrdinals && layer >= 0 && layer < kLayers) {
-    const uint64_t known = addresses_[ordinal * kLayers + layer].load(std::memory_order_relaxed);
+  if (ordinal >= 0 && layer >= 0 && layer < kLayers) {
+    const uint64_t known = address_of(ordinal, layer).load(std::memory_order_relaxed);
     const auto address = reinterpret_cast<uint64_t>(cache);
     // Nothing is registered during warm-up; the reader faults if there is a plan all the same.
     if (known != 0 && known != address) record.wrong_address = address;

@@ -44,7 +44,7 @@ class TriggerRing {
 
 class TriggerHub {
  public:
-  static constexpr int kOrdinals = 64;
+  static constexpr int kOrdinals = 64;  // of one process; they are consecutive
   static constexpr int kLayers = 512;
   static constexpr size_t kRingCapacity = 1 << 14;
 
@@ -61,6 +61,12 @@ class TriggerHub {
   bool take_overflow() { return overflowed_.exchange(false, std::memory_order_acq_rel); }
 
  private:
+  // A process's ordinals need not begin at 0 (XLA numbers CPUs through all processes of a node),
+  // but being consecutive they have cells of their own.
+  std::atomic<uint64_t>& address_of(int ordinal, int layer) {
+    return addresses_[ordinal % kOrdinals * kLayers + layer];
+  }
+
   TriggerRing ring_;
   Waiter* reader_;
   std::atomic<uint64_t>* order_;

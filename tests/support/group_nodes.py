@@ -36,6 +36,8 @@ PAGES = 16
 ROWS = 4
 CONTEXT_BYTES = 64
 SECONDS = 10.0
+ORDINALS = 2048
+"""How far apart XLA numbers the CPUs of processes."""
 
 
 class ArrayCache:
@@ -44,7 +46,8 @@ class ArrayCache:
     The layer after the last is the context buffer.
     """
 
-    def __init__(self, layout: CacheLayout, ranks: range) -> None:
+    def __init__(self, layout: CacheLayout, ranks: range, process: int) -> None:
+        self.first_ordinal = process * ORDINALS
         self.layers = (None,) * layout.layers
         self.context_bytes = CONTEXT_BYTES
         self.context_rows = ROWS
@@ -60,7 +63,7 @@ class ArrayCache:
     def shards(self) -> list[Shard]:
         first = min(self.bytes)
         return [
-            Shard(rank, rank - first, layer, array.ctypes.data, array.nbytes)
+            Shard(rank, self.first_ordinal + rank - first, layer, array.ctypes.data, array.nbytes)
             for rank, arrays in self.bytes.items()
             for layer, array in enumerate(arrays)
         ]
@@ -156,7 +159,7 @@ class Side:
         config = EngineConfig(provider=provider, **(engine or {}))
         self.engines = [TransferEngine(config, hello=None) for _ in range(processes)]
         shares = [devices_of(p, layout.devices, processes) for p in range(processes)]
-        self.caches = [ArrayCache(layout, share) for share in shares]
+        self.caches = [ArrayCache(layout, share, p) for p, share in enumerate(shares)]
         for process in range(1, processes):
             self.group.followers[process] = FollowerFabric(
                 self.engines[process],

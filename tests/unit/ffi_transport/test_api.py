@@ -228,8 +228,12 @@ def test_write_arguments_are_checked(make_node):
         engine.add_plan(1, 1, 1, [PlanWrite(transfer, 0, 0, 1, [0], [0], UNIT, (target, target))])
     with pytest.raises(ValueError, match="no source region was set for ordinal 0, layer 0"):
         engine.add_plan(1, 1, 1, [PlanWrite(transfer, 0, 0, 1, [0], [0], UNIT, (target,))])
-    with pytest.raises(ValueError, match="at most 64 ordinals"):
-        engine.set_source_region(64, 0, sender.region)
+    engine.set_source_region(2048 + 3, 0, sender.region)  # a later process's need not begin at 0
+    for far in (2048 + 3 + 64, 2048 + 3 - 64):
+        with pytest.raises(ValueError, match=f"ordinal {far} is not within 64"):
+            engine.set_source_region(far, 0, sender.region)
+    with pytest.raises(ValueError, match="none may be negative"):
+        engine.set_source_region(-1, 0, sender.region)
     assert engine.counters()["writes_posted"] == 0
     paged([], [])  # nothing to do
     engine.seal(transfer)

@@ -501,7 +501,8 @@ def test_a_trigger_fault_of_a_follower_is_told_with_its_process():
         both.begin(both.request())
         both.filed(2)
         shard = both.prefill.caches[1].shards()[0]
-        _native.fire_trigger(both.prefill.engines[1].index, 1, 0, 0, shard.address + 64)
+        moved = shard.address + 64
+        _native.fire_trigger(both.prefill.engines[1].index, 1, shard.ordinal, 0, moved)
         both.run_until(lambda: both.prefill.of(TriggerFault), "the fault is told")
         (fault,) = both.prefill.of(TriggerFault)
         assert fault.kind == "address_changed"
