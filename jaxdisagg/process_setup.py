@@ -7,6 +7,8 @@ from pathlib import Path
 
 from jaxdisagg.config import NodeConfig
 
+HOST_DEVICES = "xla_force_host_platform_device_count"
+
 
 def end_with_parent() -> None:
     """End this process when the one that started it has ended: no orphans.
@@ -40,19 +42,22 @@ def pin(node: NodeConfig) -> None:
 
 def set_environment(node: NodeConfig, cache: Path) -> None:
     """Enough host devices for the process, and a compilation cache that all nodes share."""
-    set_host_devices(node.mesh.devices // node.mesh.processes)
+    processes = node.mesh.processes
+    set_host_devices(node.mesh.devices // processes, exactly=processes > 1)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
-def set_host_devices(count: int) -> None:
+def set_host_devices(count: int, *, exactly: bool = False) -> None:
     """Let jax find `count` CPU devices, unless XLA_FLAGS already names a number.
 
+    With `exactly` that number is left out: a process of several must have its share and no more.
     Without an accelerator it offers one; on other platforms this has no effect. XLA_FLAGS are read
     when jax first looks for devices, so importing it before is no harm.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_force_host_platform_device_count" not in flags:
-        flag = f"--xla_force_host_platform_device_count={count}"
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
+    if exactly:
+        flags = " ".join(f for f in flags.split() if HOST_DEVICES not in f)
+    if HOST_DEVICES not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{HOST_DEVICES}={count}".strip()
