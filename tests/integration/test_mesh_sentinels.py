@@ -31,6 +31,10 @@ def matrices(sides):
         yield matrices
 
 
+def label(value):
+    return getattr(value, "name", str(value))
+
+
 def cases():
     core = list(every_pair(CORE))
     for model in MODELS:
@@ -67,35 +71,40 @@ def check_pair(pair: Pair, folder: Path) -> None:
 
 
 def check_memory(pair: Pair, one: Served) -> None:
-    """Compare both nodes' pages of a request, on each tp rank, with the formula."""
+    """Compare both nodes' pages of a request with the formula."""
     if len(one.prompt) == 1:
         assert one.target is None
         return
-    sides = (("source", one.source, pair.prefill), ("target", one.target, pair.decode))
-    for side, taken, mesh in sides:
-        sentinels, known = Sentinels(pair.matrix.model.kv_heads), one.prompt[:-1]
-        with np.load(taken["file"]) as memory:
-            rows, contexts = memory["rows"], memory["contexts"]
-        assert len(rows) == len(contexts) == mesh.tp
-        # A last page that is not full is sent whole, up to where a page ends on either side.
-        pages = (pair.prefill.page, pair.decode.page)
-        filled = min(-(-len(known) // page) * page for page in pages)
-        if side == "source":
-            filled = len(known)
-        # What comes after it is as it was, but in pages that another request has had before.
-        untouched = np.repeat(taken["fresh"], mesh.page) & (np.arange(rows.shape[-2]) >= filled)
-        for rank in range(mesh.tp):
-            where = f"{side} rank {rank}, {len(known)} tokens"
-            expected = sentinels.page_values(known, rank, mesh.tp)
-            wrong = np.argwhere(rows[rank][..., : len(known), :] != expected)
-            assert not len(wrong), (
-                f"{where}: {len(wrong)} of {expected.size} values are wrong, the first at "
-                f"(layer, head, plane, token, dimension) {tuple(wrong[0].tolist())}"
-            )
-            np.testing.assert_array_equal(
-                contexts[rank], sentinels.context_values(known), err_msg=where
-            )
-            assert (rows[rank][..., untouched, :] == POISON).all(), f"{where}: more than was sent"
+    sizes = (pair.prefill.page, pair.decode.page)
+    check_taken(pair, "source", one.prompt, one.source, len(one.prompt) - 1)
+    # A last page that is not full is sent whole, up to where a page ends on either side.
+    sent = min(-(-(len(one.prompt) - 1) // size) * size for size in sizes)
+    check_taken(pair, "target", one.prompt, one.target, sent)
+
+
+def check_taken(pair: Pair, side: str, prompt: list[int], taken: dict, sent: int) -> None:
+    """Compare what one node held of a prompt, on each tp rank, with the formula.
+
+    Beyond the first `sent` rows all is as it was, but in pages that another request had before.
+    """
+    mesh = pair.prefill if side == "source" else pair.decode
+    sentinels, known = Sentinels(pair.matrix.model.kv_heads), prompt[:-1]
+    with np.load(taken["file"]) as memory:
+        rows, contexts = memory["rows"], memory["contexts"]
+    assert len(rows) == len(contexts) == mesh.tp
+    untouched = np.repeat(taken["fresh"], mesh.page) & (np.arange(rows.shape[-2]) >= sent)
+    for rank in range(mesh.tp):
+        where = f"{side} rank {rank}, {len(known)} tokens"
+        expected = sentinels.page_values(known, rank, mesh.tp)
+        wrong = np.argwhere(rows[rank][..., : len(known), :] != expected)
+        assert not len(wrong), (
+            f"{where}: {len(wrong)} of {expected.size} values are wrong, the first at "
+            f"(layer, head, plane, token, dimension) {tuple(wrong[0].tolist())}"
+        )
+        np.testing.assert_array_equal(
+            contexts[rank], sentinels.context_values(known), err_msg=where
+        )
+        assert (rows[rank][..., untouched, :] == POISON).all(), f"{where}: more than was sent"
 
 
 GQA8, GQA2, GQA1, MLA = MODELS
@@ -118,6 +127,55 @@ GQA8, GQA2, GQA1, MLA = MODELS
 )
 def test_pages_of_two_sizes(matrices, model, prefill, decode, tmp_path):
     check_pair(matrices.pair(model, prefill, decode), tmp_path)
+
+
+GQA6, GQA3 = Model("gqa6", 6, LAYERS), Model("gqa3", 3, LAYERS)
+RATIOS = [
+    # Two heads on each of three ranks and three on each of two: neither is made of whole others.
+    (GQA6, Mesh(3), Mesh(2)),
+    (GQA6, Mesh(2), Mesh(3)),
+    (GQA6, Mesh(6), Mesh(2)),
+    (GQA6, Mesh(1, 2), Mesh(6)),
+    # Copies of a head on the one side alone.
+    (GQA3, Mesh(6), Mesh(1)),
+    (GQA3, Mesh(3), Mesh(6)),
+]
+
+
+@pytest.mark.parametrize(("model", "prefill", "decode"), RATIOS, ids=label)
+def test_ratios_that_are_no_powers_of_two(matrices, model, prefill, decode, tmp_path):
+    check_pair(matrices.pair(model, prefill, decode), tmp_path)
+
+
+@pytest.mark.parametrize("model", [GQA8, MLA], ids=label)
+def test_clients_that_leave_never_hurt_what_others_hold(matrices, model, tmp_path):
+    """Few pages, soon lent again, and a prefill node that writes long after it was told to.
+
+    The other one is fast: what came late into pages that a request of its got would be seen.
+    """
+    decode = Mesh(2, 2, pages=32)
+    pairs = [matrices.pair(model, prefill, decode) for prefill in (Mesh(4), Mesh(1, 2))]
+    for pair in pairs:
+        pair.poison()
+    pairs[0].ask("prefill", "slow", seconds=0.04)
+    new, prompts = 20, [prompt(17 + 37 * i % 180, i) for i in range(48)]
+    leave = [0.01 * (i + 1) if i % 3 else None for i in range(48)]
+    order = pairs[0].order(prompts, new, leave) | {"via": None}
+    (answers,) = matrices.sides["decode"].ask("generate", orders=[order])
+    assert any("left" in found for found in answers), "nobody left"
+    # Those of all that became ready, whether or not anyone waited for them.
+    taken = {t["request"]: t for t in pairs[0].ask("decode", "taken", folder=str(tmp_path))}
+    for ids, found in zip(prompts, answers, strict=True):
+        if "left" not in found:
+            assert found["tokens"] == answer(ids, new)
+            assert found["id"] in taken
+        if found["id"] in taken:
+            known = -(-(len(ids) - 1) // decode.page) * decode.page
+            check_taken(pairs[0], "target", ids, taken[found["id"]], known)
+    for pair in pairs:
+        assert pair.strays() == []
+        assert pair.ask("prefill", "state")["page_writes"], "a prefill node that nothing used"
+    assert pairs[0].ask("decode", "state")["fabric"]["overshoots"] == 0
 
 
 @pytest.mark.parametrize("model", [GQA2, MLA], ids=lambda model: model.name)
@@ -148,9 +206,7 @@ DAMAGED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "prefill", "decode", "how"), DAMAGED, ids=lambda v: getattr(v, "name", str(v))
-)
+@pytest.mark.parametrize(("model", "prefill", "decode", "how"), DAMAGED, ids=label)
 def test_a_wrong_plan_is_seen_here_and_nowhere_else(
     matrices, model, prefill, decode, how, tmp_path
 ):

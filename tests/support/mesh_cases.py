@@ -10,22 +10,28 @@ from pathlib import Path
 from sentinel_values import Sentinels
 
 PAGE = 16
+PAGES = 256
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """One node's mesh and page size."""
+    """One node's mesh, the size of its pages in tokens, and how many a dp rank has."""
 
     tp: int = 1
     dp: int = 1
     page: int = PAGE
+    pages: int = PAGES
 
     def __str__(self) -> str:
-        return (
-            f"tp{self.tp}"
-            + f"-dp{self.dp}" * (self.dp > 1)
-            + f"-page{self.page}" * (self.page != PAGE)
-        )
+        label = f"tp{self.tp}"
+        for name, value, usual in (
+            ("dp", self.dp, 1),
+            ("page", self.page, PAGE),
+            ("pages", self.pages, PAGES),
+        ):
+            if value != usual:
+                label += f"-{name}{value}"
+        return label
 
 
 @dataclass(frozen=True)

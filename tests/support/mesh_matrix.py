@@ -87,6 +87,7 @@ class Matrix:
             "tp": mesh.tp,
             "dp": mesh.dp,
             "page_size": mesh.page,
+            "pages": mesh.pages,
             "seed": seed,
             # From the last device down where there are dp ranks: ordinals that begin above 0, and
             # less to share among nodes that run at once.
@@ -171,9 +172,18 @@ class Pair:
         """What each side has counted since it was built."""
         return [self.ask(role, "state")["page_writes"] for role in ("prefill", "decode")]
 
-    def order(self, prompts: Sequence[list[int]], max_tokens: int) -> dict[str, Any]:
-        """What the decode process is told to serve these prompts by this pair."""
+    def order(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        leave: Sequence[float | None] = (),
+    ) -> dict[str, Any]:
+        """What the decode process is told to serve these prompts by this pair.
+
+        Client number i leaves after `leave[i]` seconds, if it has not got its answer by then.
+        """
         return {
+            "leave": list(leave),
             "name": self.matrix.name("decode", self.decode),
             "via": self.matrix.name("prefill", self.prefill),
             "prompts": list(prompts),
@@ -182,10 +192,14 @@ class Pair:
         }
 
     def serve(
-        self, prompts: Sequence[list[int]], max_tokens: int, folder: Path | None = None
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        folder: Path | None = None,
+        leave: Sequence[float | None] = (),
     ) -> list[Served]:
         """Serve all prompts at once; with `folder` the memory's values are written there, too."""
-        order = self.order(prompts, max_tokens)
+        order = self.order(prompts, max_tokens, leave)
         (answers,) = self.matrix.sides["decode"].ask("generate", orders=[order])
         return self.served(prompts, answers, folder)
 
@@ -223,14 +237,14 @@ class Matrices:
     """The matrix of one model at a time; a context manager."""
 
     def __init__(self, sides: dict[str, SideProcess]) -> None:
-        self._sides = sides
+        self.sides = sides
         self._open: Matrix | None = None
 
     def of(self, model: Model) -> Matrix:
         """The matrix of a model. The nodes of another one are stopped."""
         if self._open is None or self._open.model != model:
             self._close()
-            self._open = Matrix(model, self._sides)
+            self._open = Matrix(model, self.sides)
         return self._open
 
     def pair(self, model: Model, prefill: Mesh, decode: Mesh) -> Pair:

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +142,10 @@ class MeshSide:
         """Serve the prompts of several orders, all at once: an answer per prompt of each order.
 
         An order names the node, `prompts`, `max_tokens`, the `prefix` of its requests' ids and
-        perhaps the prefill node, as `via`. An answer has the request's id, its tokens, their
-        logprobs, and by how much the least certain one was the likeliest; or the id, the status and
-        the text of its error.
+        perhaps the prefill node, as `via`, and after how many seconds each client leaves (`leave`).
+        An answer has the request's id, its tokens, their logprobs, and by how much the least
+        certain one was the likeliest; or the id, the status and the text of its error; or the id
+        and that the client has `left`.
         """
 
         async def run() -> list[Any]:
@@ -159,14 +161,19 @@ class MeshSide:
         max_tokens: int,
         via: str | None = None,
         prefix: str = "r",
+        leave: Sequence[float | None] = (),
     ) -> list[dict[str, Any]]:
         node = self._nodes[name].node
         assert not isinstance(node, PrefillNode), f"{name} is a prefill node"
         self._via[name] = via
-        numbered = enumerate(prompts)
-        return await asyncio.gather(
-            *(_answer(node, f"{prefix}-{i}", prompt, max_tokens) for i, prompt in numbered)
-        )
+        orders = [
+            GenerationRequest(
+                f"{prefix}-{i}", tuple(prompt), max_tokens, SamplingParams(logprobs=2)
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        seconds = leave or [None] * len(orders)
+        return await asyncio.gather(*map(functools.partial(_answer, node), orders, seconds))
 
     def taken(
         self,
@@ -206,6 +213,10 @@ class MeshSide:
         if how is not None:
             self._damage.enter_context(plan_damage.damaged(parts.engine, how))
 
+    def slow(self, name: str, seconds: float) -> None:
+        """Let each step of a prefill node wait between the filing of its plan and its dispatch."""
+        plan_damage.slow_down(self._nodes[name].runner, seconds)
+
     def close(self, names: list[str]) -> None:
         """Stop nodes, all at once since each may wait for its peers, and forget them."""
         parts = [self._nodes.pop(name) for name in names]
@@ -229,19 +240,21 @@ class MeshSide:
 
 
 async def _answer(
-    node: DecodeNode, request: str, prompt: list[int], max_tokens: int
+    node: DecodeNode, order: GenerationRequest, leave: float | None
 ) -> dict[str, Any]:
-    """The answer to a prompt, or the error that it got."""
-    order = GenerationRequest(request, tuple(prompt), max_tokens, SamplingParams(logprobs=2))
+    """The answer to a prompt, or the error that it got, if the client did not leave before."""
     tokens, logprobs, gaps = [], [], []
     try:
-        async for output in node.generate(order):
-            tokens.append(output.token)
-            logprobs.append(output.logprob)
-            gaps.append(output.top[0][1] - output.top[1][1])
+        async with asyncio.timeout(leave), aclosing(node.generate(order)) as outputs:
+            async for output in outputs:
+                tokens.append(output.token)
+                logprobs.append(output.logprob)
+                gaps.append(output.top[0][1] - output.top[1][1])
     except RequestError as error:
-        return {"id": request, "status": error.status, "error": str(error)}
-    return {"id": request, "tokens": tokens, "logprobs": logprobs, "gap": min(gaps)}
+        return {"id": order.id, "status": error.status, "error": str(error)}
+    except TimeoutError:
+        return {"id": order.id, "left": True}
+    return {"id": order.id, "tokens": tokens, "logprobs": logprobs, "gap": min(gaps)}
 
 
 def _described(taken: Taken, node: str, folder: str | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ node when its last write was acknowledged, before the pages are free. Attention 
 import ctypes
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 
 from jaxdisagg.cache import PagedCache
 from jaxdisagg.decode_node import DecodeNode
+from jaxdisagg.page_pool import Lease, PagePool
 
 POISON = -77.0  # no sentinel is negative
 
@@ -60,7 +62,11 @@ class PageTap:
         self._views = {(s.rank, s.layer): self._view(s) for s in self._cache.shards()}
         self._changed = threading.Condition()
         self._taken: dict[str, Taken] = {}
-        self._used: list[set[int]] = [set() for _ in node.pools]
+        self._held: dict[str, Taken] = {}  # of a decode node: by request, until its pages go back
+        self._hurt: list[str] = []
+        self._lent: list[Counter[int]] = [Counter() for _ in node.pools]
+        for pool, lent in zip(node.pools, self._lent, strict=True):
+            self._tap_pool(pool, lent)
         if isinstance(node, DecodeNode):
             self._tap_decode(node)
         else:
@@ -76,12 +82,25 @@ class PageTap:
         planes = 2 if spec.kind == "gqa" else 1
         return flat.reshape(self._cache.pages, -1, planes, size, spec.head_dim)
 
+    @staticmethod
+    def _tap_pool(pool: PagePool, lent: Counter[int]) -> None:
+        """Count how often each page is leased."""
+        original = pool.lease
+
+        def lease(n: int) -> Lease | None:
+            taken = original(n)
+            if taken is not None:
+                lent.update(taken.pages.tolist())
+            return taken
+
+        pool.lease = lease
+
     def _tap_decode(self, node: DecodeNode) -> None:
         original = node.prefilled
 
         def prefilled(active: Any, now: float) -> None:
             if active.prompt_length > 1:
-                attempt = node.prefiller._attempts.of_request(active)  # pyrefly: ignore
+                attempt = node.prefiller._attempts.of_request(active)
                 self._take(
                     active.id,
                     attempt.id,
@@ -90,11 +109,26 @@ class PageTap:
                     active.prompt_length,
                     active.context,
                 )
-            else:
-                self._used[active.rank].update(active.lease.pages.tolist())
             original(active, now)
 
         node.prefilled = prefilled
+        release = node._release
+
+        def checked_release(active: Any) -> None:
+            taken = self._held.pop(active.id, None)
+            if taken is not None:
+                self._compare(taken)
+            release(active)
+
+        node._release = checked_release
+
+    def _compare(self, taken: Taken) -> None:
+        """Note it if the prompt's rows are no longer what they were when the request was ready."""
+        self._settle()
+        now = self._read(taken.dp_rank, taken.pages)
+        known = slice(taken.length - 1)
+        if not np.array_equal(now[..., known, :], taken.rows[..., known, :]):
+            self._hurt.append(f"pages of {taken.request}, after it was ready")
 
     def _tap_prefill(self, node: Any) -> None:
         original = node.transfer_ended
@@ -120,18 +154,27 @@ class PageTap:
         self, request: str, attempt: str, rank: int, pages: np.ndarray, length: int, context: int
     ) -> None:
         self._settle()
-        ranks = range(rank * self._tp, (rank + 1) * self._tp)
-        layers = len(self._cache.layers)
-        fresh = np.array([page not in self._used[rank] for page in pages.tolist()])
-        rows = [
-            [self._rows(self._views[r, layer], pages) for layer in range(layers)] for r in ranks
-        ]
-        contexts = np.stack([self._views[r, layers][context] for r in ranks])
-        taken = Taken(request, attempt, rank, pages.copy(), fresh, length, np.array(rows), contexts)
+        fresh = np.array([self._lent[rank][page] == 1 for page in pages.tolist()])
+        contexts = np.stack(
+            [self._views[r, len(self._cache.layers)][context] for r in self._ranks(rank)]
+        )
+        rows = self._read(rank, pages)
+        taken = Taken(request, attempt, rank, pages.copy(), fresh, length, rows, contexts)
+        if isinstance(self._node, DecodeNode):
+            self._held[request] = taken
         with self._changed:
-            self._used[rank].update(pages.tolist())
             self._taken[attempt] = taken
             self._changed.notify_all()
+
+    def _ranks(self, dp_rank: int) -> range:
+        return range(dp_rank * self._tp, (dp_rank + 1) * self._tp)
+
+    def _read(self, dp_rank: int, pages: np.ndarray) -> np.ndarray:
+        """A copy [tp, layers, heads, planes, tokens, values]."""
+        layers = range(len(self._cache.layers))
+        return np.array(
+            [[self._rows(self._views[r, n], pages) for n in layers] for r in self._ranks(dp_rank)]
+        )
 
     @staticmethod
     def _rows(view: np.ndarray, pages: np.ndarray) -> np.ndarray:
@@ -153,32 +196,36 @@ class PageTap:
             return list(self._taken)
 
     def poison(self, seconds: float) -> None:
-        """Fill every page and context row of the idle node; what was used is forgotten."""
+        """Fill every page and context row of the idle node; what was lent or taken is forgotten."""
 
         def fill() -> None:
             self._settle()
             for view in self._views.values():
                 view[:] = POISON
-            for used in self._used:
-                used.clear()
+            for lent in self._lent:
+                lent.clear()
+            self._hurt.clear()
+            with self._changed:
+                self._taken.clear()
 
         self._on_loop(fill, seconds)
 
     def strays(self, seconds: float) -> list[str]:
-        """Where memory changed since `poison` that no request held; the node must be idle.
+        """Where memory changed since `poison` that no request held, or that one held already.
 
-        Page 0 takes the writes of padding rows.
+        The node must be idle. Page 0 takes the writes of padding rows.
         """
         found: list[str] = []
 
         def look() -> None:
             self._settle()
+            found.extend(self._hurt)
             for (device, layer), view in self._views.items():
                 if layer == len(self._cache.layers):
                     continue
                 changed = (view != POISON).any(axis=tuple(range(1, view.ndim)))
                 pages = set(np.flatnonzero(changed).tolist()) - {0}
-                for page in sorted(pages - self._used[device // self._tp]):
+                for page in sorted(pages - self._lent[device // self._tp].keys()):
                     found.append(f"device {device} layer {layer} page {page}")
 
         self._on_loop(look, seconds)

@@ -1,8 +1,10 @@
 """Prefill nodes that send pages to wrong places, each in a way that leaves every count right.
 
-What no counter can see is what a byte oracle is for; these show that it sees it.
+What no counter can see is what a byte oracle is for; these show that it sees it. And nodes that
+send late.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ffi_transport.engine import TransferEngine
+from jaxdisagg.runner import ModelRunner
 
 Writes = list[Any]  # of ffi_transport.types.PlanWrite, the page writes of one step
 
@@ -96,3 +99,14 @@ def damaged(engine: TransferEngine, name: str) -> Iterator[None]:
         yield
     finally:
         engine.add_plan = original
+
+
+def slow_down(runner: ModelRunner, seconds: float) -> None:
+    """Let each prefill step wait between the filing of its plan and its dispatch, from now on."""
+    dispatch = type(runner).prefill.__get__(runner)
+
+    def prefill(*how: Any) -> Any:
+        time.sleep(seconds)
+        return dispatch(*how)
+
+    runner.prefill = prefill

@@ -31,7 +31,7 @@ from models.hook import call_hook
 from models.interface import Caches, CacheSpec, Hook, Mode, ModelConfig, Params, StepBatch
 from models.sharding import ShardingRules, make_rules
 
-QUERY_HEADS = 8
+QUERY_HEADS = 24  # as the vocabulary
 QUERY_DIM = 4
 
 
