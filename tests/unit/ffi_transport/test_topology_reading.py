@@ -2,11 +2,19 @@
 
 import re
 from pathlib import Path
+from random import Random
 
 import pytest
 from sysfs_tree import SysfsTree, connectx_8, no_nic, p5_like, under_switch
 
-from ffi_transport.topology import Nic, Topology, domain_name, pci_address, read_topology
+from ffi_transport.topology import (
+    Nic,
+    Topology,
+    choices,
+    domain_name,
+    pci_address,
+    read_topology,
+)
 from ffi_transport.topology.reading import natural, parse_cpu_list
 
 
@@ -228,9 +236,20 @@ def test_files_that_may_not_be_read(tmp_path, monkeypatch):
 def test_the_order_of_files_does_not_matter(tmp_path, make, monkeypatch):
     root = make(tmp_path).root
     expected = read_topology(root)
+    ways = choices(expected, "auto", [gpu.address for gpu in expected.gpus])
     iterdir = Path.iterdir
-    monkeypatch.setattr(Path, "iterdir", lambda path: iter(list(iterdir(path))[::-1]))
-    assert read_topology(root) == expected
+    for seed in range(5):
+        random = Random(seed)
+
+        def shuffled(path, random=random):
+            entries = list(iterdir(path))
+            random.shuffle(entries)
+            return iter(entries)
+
+        monkeypatch.setattr(Path, "iterdir", shuffled)
+        found = read_topology(root)
+        assert found == expected
+        assert choices(found, "auto", [gpu.address for gpu in found.gpus]) == ways
 
 
 def test_a_root_that_is_no_sysfs(tmp_path):
