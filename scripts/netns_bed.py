@@ -109,7 +109,11 @@ def split_table(rows: list[dict[str, Any]], model: str) -> Table:
 
 
 def run_nodes(
-    pairs: list[tuple[int, int]], limits: dict[str, Any], model: Path, max_tokens: int
+    pairs: list[tuple[int, int]],
+    limits: dict[str, Any],
+    model: Path,
+    nodes: tuple[str, str],
+    max_tokens: int,
 ) -> list[dict[str, Any]]:
     """A split deployment for each pair of NIC numbers. Raises SplitError for a wrong answer."""
     questions = prompts(3, 200)
@@ -117,9 +121,9 @@ def run_nodes(
     for left, right in pairs:
         with Bed(left, right, **limits) as bed, console.status(f"nodes: {left} -> {right} NICs"):
             folder = model_folder(model)  # in here: it may start threads
+            split = run_split(bed, folder, nodes, questions, max_tokens)
             if whole is None:
                 whole = run_whole(folder, questions, max_tokens)
-            split = run_split(bed, folder, default_nodes(model), questions, max_tokens)
         problem = split.problem(whole)
         if problem is not None:
             raise SplitError(f"{left} -> {right} NICs: {problem}")
@@ -161,6 +165,8 @@ def main(
     model: Annotated[
         Path, typer.Option(help=f"for the nodes: a folder, or {', '.join(MADE)}")
     ] = Path("tiny-qwen3-moe"),
+    prefill: Annotated[str | None, typer.Option(help="the prefill node: tp=2")] = None,
+    decode: Annotated[str | None, typer.Option(help="the decode node: tp=1")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="of an answer")] = 16,
     check: Annotated[bool, typer.Option("--check", help="1 if a bar is missed")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here")] = None,
@@ -179,6 +185,11 @@ def main(
             raise ValueError(f"model: no config.json in {model}, and no made model of that name")
     except ValueError as error:
         stop(str(error), 2)
+    defaults = default_nodes(model)
+    prefill, decode = (
+        default if text is None else text
+        for text, default in zip((prefill, decode), defaults, strict=True)
+    )
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     rows: list[dict[str, Any]] = []
     splits: list[dict[str, Any]] = []
@@ -194,7 +205,7 @@ def main(
             console.print(f"{name_of(rows[-1])} NICs: {rows[-1]['of_line']:.1%} of the line rate")
         add_speed_ups(rows)
         if nodes:
-            splits = run_nodes(pairs, limits, model, max_tokens)
+            splits = run_nodes(pairs, limits, model, (prefill, decode), max_tokens)
     except BedUnavailable as error:
         console.print(f"skipped: {error}", highlight=False, markup=False)
         raise typer.Exit(UNAVAILABLE) from None

@@ -75,7 +75,7 @@ def test_pages_and_answers_cross_a_bed(serving_folder, tmp_path):
     file = tmp_path / "rows.json"
     run_or_skip(
         "--nics", "2:4", "--megabytes", 4, "--rounds", 1, "--model", serving_folder,
-        "--max-tokens", 8, "--json", file,
+        "--prefill", "tp=2", "--max-tokens", 8, "--json", file,
     )  # fmt: skip
     document = json.loads(file.read_text())
     assert document["environment"]["rate_mbit"] == 1000
