@@ -4,6 +4,8 @@ The pair here has one process a side; its fabric is made to answer when the test
 """
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from nodes import Pair, generate_all, wait_until
@@ -117,6 +119,14 @@ def test_a_peer_lost_while_arming_ends_the_request(pair, arming):
     asyncio.run(run())
     pair.idle()
     assert done(pair) == 0
+
+
+def test_what_has_arrived_is_told_by_process(pair, monkeypatch):
+    messenger = pair.decode.messenger
+    monkeypatch.setattr(messenger._fabric, "seen", lambda slot: (4, 1, 0))
+    attempt: Any = SimpleNamespace(slot=1, expected=(4, 6, 0))
+    text = "5 of 10 page-writes had arrived, 4 of 4 in process 0, 1 of 6 in process 1"
+    assert messenger._arrived(attempt) == text
 
 
 @pytest.mark.parametrize("end", ["it is answered", "its client leaves", "the fence comes first"])

@@ -1,0 +1,247 @@
+"""Prefill and decode nodes of several processes each, over HTTP: tokens, counts, and what is left.
+
+Each process is one of jax.distributed with devices, a transfer engine and a counter of its own.
+"""
+
+import os
+import shutil
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import golden_serving
+import httpx
+import numpy as np
+import pytest
+from nodes import PAGE, node_config, wait_until
+
+from jaxdisagg.config import BatchConfig, MeshConfig, ServeConfig, Timeouts
+from jaxdisagg.deployment import Deployment
+
+FEW = BatchConfig(chunks=(64,), decode_rows=(8,), max_model_len=256)
+TIMEOUTS = Timeouts(prefill=20.0, cancel_resend=0.2, cancel_fence=5.0, connect=5.0)
+LONG = [(5 * i) % 250 for i in range(240)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pair of nodes. `units` are those of a page of a layer on each decode process."""
+
+    model: str
+    layers: int
+    prefill: MeshConfig
+    decode: MeshConfig
+    units: tuple[int, ...]
+    mtp: bool = False
+
+    def expected(self, prompts):
+        """Page-writes that each decode process counts, as docs/protocol.md says it."""
+        pages = sum(-(-(len(p) - 1) // PAGE) for p in prompts)
+        contexts = sum(len(p) > 1 for p in prompts)
+        ranks = self.decode.tp // self.decode.processes
+        return [pages * self.layers * units + contexts * ranks for units in self.units]
+
+
+QWEN, DEEPSEEK = ("qwen3_serving", 3), ("deepseek_serving", 4)
+CORE = Case(*QWEN, MeshConfig(tp=2, processes=2), MeshConfig(tp=4, processes=2), (2, 2))
+CASES = {
+    "gqa 4 to 2": Case(*QWEN, MeshConfig(tp=4, processes=2), MeshConfig(tp=2, processes=2), (2, 2)),
+    "gqa, 2 processes to 1": Case(*QWEN, MeshConfig(tp=2, processes=2), MeshConfig(tp=2), (2,)),
+    "gqa, 1 process to 2": Case(*QWEN, MeshConfig(tp=2), MeshConfig(tp=2, processes=2), (1, 1)),
+    "latent with drafts": Case(
+        *DEEPSEEK, MeshConfig(tp=2, processes=2), MeshConfig(tp=2, processes=2), (1, 1), mtp=True
+    ),
+    "dp over processes": Case(
+        *QWEN, MeshConfig(tp=1, dp=2, processes=2), MeshConfig(tp=1, dp=2, processes=2), ()
+    ),
+}
+
+
+def folder_of(case, golden_folder, tiny_folder, tmp_path_factory):
+    """The golden's weights beside a tokenizer."""
+    folder = tmp_path_factory.mktemp("group") / case.model
+    shutil.copytree(golden_folder(case.model), folder)
+    for file in tiny_folder.iterdir():
+        shutil.copy(file, folder / file.name)
+    return folder
+
+
+def deployment_of(case, folder):
+    more = {"batch": FEW, "timeouts": TIMEOUTS, "mtp": case.mtp}
+    nodes = (
+        replace(node_config("prefill", folder, **more), mesh=case.prefill),
+        replace(node_config("decode", folder, **more), mesh=case.decode),
+    )
+    return Deployment(ServeConfig(nodes=nodes, port=0))
+
+
+@pytest.fixture(scope="module")
+def core(golden_folder, tiny_folder, tmp_path_factory):
+    """One deployment for all that leaves it whole, or mends it."""
+    folder = folder_of(CORE, golden_folder, tiny_folder, tmp_path_factory)
+    with deployment_of(CORE, folder) as deployment:
+        yield deployment, folder
+
+
+def complete(url, prompt, max_tokens=8, timeout=60.0):
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "logprobs": 0}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=timeout)
+
+
+def state(deployment, node):
+    return httpx.get(f"{deployment.node(node).url}/debug/state", timeout=10.0).json()
+
+
+def free_again(deployment, *nodes):
+    def free(node):
+        pages = state(deployment, node)["pages"]
+        return pages["leased"] == pages["ready"] == pages["revoking"] == 0
+
+    for node in nodes:
+        wait_until(lambda node=node: free(node), f"{node} holds no pages")
+
+
+def answers_as_golden(deployment, case, folder):
+    """Every prompt's tokens and logprobs are those of transformers; returns the prompts."""
+    golden = golden_serving.load(case.model, folder)
+    new = golden.tokens.shape[1]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda p: complete(deployment.url, p, new), golden.prompts))
+    for i, answer in enumerate(answers):
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        assert choice["text"] == bytes(golden.tokens[i].tolist()).decode(errors="replace")
+        found = choice["logprobs"]["token_logprobs"]
+        np.testing.assert_allclose(found, golden.logprobs[i], atol=1e-3, err_msg=f"prompt {i}")
+    return golden.prompts
+
+
+def counted(deployment, case):
+    """Units that each process of the decode node received."""
+    fabric = state(deployment, "decode-0")["fabric"]
+    if case.decode.processes == 1:
+        return [fabric["units_received"]]
+    each = fabric["processes"]
+    return [each[str(i)]["units_received"] for i in range(case.decode.processes)]
+
+
+def all_is_well(deployment, case, expected):
+    """Counts on both sides are `expected`; nothing was stale, too much, compiled or kept."""
+    if case.units:
+        wait_until(lambda: counted(deployment, case) == expected, f"each counts {expected}")
+    total = sum(expected)
+    wait_until(
+        lambda: state(deployment, "prefill-0")["fabric"]["units_completed"] == total,
+        f"{total} page-writes were acknowledged",
+    )
+    prefill, decode = state(deployment, "prefill-0"), state(deployment, "decode-0")
+    assert decode["page_writes"] == prefill["page_writes"] == total
+    assert decode["fabric"]["units_received"] == total
+    for node in (prefill, decode):
+        fabric = node["fabric"]
+        for name in ("overshoots", "stale_immediates", "trigger_faults", "ring_overflows"):
+            assert fabric[name] == 0, name
+        assert node["compiles_after_warm_up"] == 0
+        for process in node.get("processes", {}).values():
+            assert process["compiles_after_warm_up"] == 0
+    free_again(deployment, "prefill-0", "decode-0")
+
+
+def test_tokens_are_those_of_one_process_and_every_process_counts_its_own(core):
+    deployment, folder = core
+    prompts = answers_as_golden(deployment, CORE, folder)
+    all_is_well(deployment, CORE, CORE.expected(prompts))
+    posted = state(deployment, "prefill-0")["fabric"]["processes"]
+    assert [posted[p]["units_posted"] > 0 for p in ("0", "1")] == [True, True]
+
+
+def test_clients_that_leave_at_any_moment_lose_no_page_in_any_process(core):
+    deployment, _ = core
+
+    def leave(i):
+        try:
+            complete(deployment.url, LONG, 16, timeout=0.05 + 0.03 * i)
+        except httpx.ReadTimeout:
+            return True
+        return False
+
+    with ThreadPoolExecutor(6) as pool:
+        left = list(pool.map(leave, range(18)))
+    assert any(left)
+    free_again(deployment, "prefill-0", "decode-0")
+    assert state(deployment, "decode-0")["fabric"]["overshoots"] == 0
+    first, again = (complete(deployment.url, LONG) for _ in range(2))
+    assert first.status_code == again.status_code == 200
+    assert first.json()["choices"][0]["text"] == again.json()["choices"][0]["text"]
+
+
+def test_a_request_that_waits_shows_what_each_process_expects_and_has(core):
+    """One process of the prefill node stands still, so nothing more is computed or written."""
+    deployment, _ = core
+    (follower,) = deployment.node("prefill-0").followers
+    with ThreadPoolExecutor(1) as pool:
+        os.kill(follower.process.pid, signal.SIGSTOP)
+        try:
+            waiting = pool.submit(complete, deployment.url, LONG)
+            wait_until(
+                lambda: state(deployment, "decode-0")["awaiting"], "a request awaits prefill"
+            )
+            (awaiting,) = state(deployment, "decode-0")["awaiting"]
+            expected = CORE.expected([LONG])
+            assert awaiting["expected"] == expected
+            assert len(awaiting["seen"]) == 2
+        finally:
+            os.kill(follower.process.pid, signal.SIGCONT)
+        assert waiting.result(timeout=60).status_code == 200
+    free_again(deployment, "prefill-0", "decode-0")
+
+
+@pytest.mark.parametrize("node", ["prefill-0", "decode-0"])
+def test_the_death_of_one_process_ends_its_node_and_frees_the_other(core, node):
+    """In time, with an error that says what was lost; and the node comes back."""
+    deployment, _ = core
+    expected = complete(deployment.url, LONG).json()["choices"][0]["text"]
+    (follower,) = deployment.node("prefill-0").followers
+    (victim,) = deployment.node(node).followers
+    with ThreadPoolExecutor(3) as pool:
+        os.kill(follower.process.pid, signal.SIGSTOP)
+        waiting = [pool.submit(complete, deployment.url, LONG) for _ in range(3)]
+        wait_until(
+            lambda: len(state(deployment, "decode-0")["awaiting"]) == 3, "requests await prefill"
+        )
+        victim.process.kill()
+        if victim is not follower:
+            os.kill(follower.process.pid, signal.SIGCONT)
+        answers = [future.result(timeout=30) for future in waiting]
+    for answer in answers:
+        assert answer.status_code >= 500, answer.text
+        text = answer.json()["error"]["message"]
+        wanted = "the prefill node prefill-0 was lost" if node == "prefill-0" else "process 1"
+        assert wanted in text
+    other = "decode-0" if node == "prefill-0" else "prefill-0"
+    free_again(deployment, other)
+    leader = deployment.node(node)
+    assert leader.process.wait(timeout=20) != 0
+    deployment.restart(node)
+    wait_until(
+        lambda: httpx.get(f"{deployment.url}/health").status_code == 200, "the router can answer"
+    )
+    answer = complete(deployment.url, LONG)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == expected
+    free_again(deployment, "prefill-0", "decode-0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_other_pairs_of_nodes(case, golden_folder, tiny_folder, tmp_path_factory):
+    folder = folder_of(case, golden_folder, tiny_folder, tmp_path_factory)
+    with deployment_of(case, folder) as deployment:
+        prompts = answers_as_golden(deployment, case, folder)
+        # With dp the ranks, and so the processes, are chosen by load.
+        flat = replace(case, units=(1,), decode=replace(case.decode, processes=1))
+        all_is_well(deployment, case, (case if case.units else flat).expected(prompts))
+        if case.mtp:
+            drafts = state(deployment, "decode-0")["drafts"]
+            golden = golden_serving.load(case.model, folder)
+            assert drafts["proposed"] >= sum(golden.accepted(i)[0] for i in range(len(prompts)))
