@@ -6,11 +6,12 @@ registrations of its own. What is counted where is the provider's word, domain b
 
 import struct
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from nodes import Pair, generate_all, mixed, node_config
+from nodes import Pair, generate_all, mixed, node_config, wait_until
 
 from jaxdisagg.config import BatchConfig, ServeConfig, parse_node
 from jaxdisagg.deployment import Deployment
@@ -103,7 +104,14 @@ def test_unequal_numbers_of_nics(golden_folder, expected, prefill, decode, share
             assert announced(hello) == [{share} for share in said]
 
 
-def test_processes_with_two_and_three_nics(serving_folder):
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ("tp=2", "tp=1"),
+        pytest.param("tp=2,processes=2", "tp=2,processes=2", marks=pytest.mark.slow),
+    ],
+)
+def test_processes_with_two_and_three_nics(serving_folder, prefill, decode):
     """As the command line starts them; a mixed node beside them says what the answer must be."""
     base = node_config(
         "mixed", serving_folder, batch=BatchConfig(chunks=(16,), decode_rows=(2,), max_model_len=64)
@@ -111,27 +119,33 @@ def test_processes_with_two_and_three_nics(serving_folder):
     nodes = [
         parse_node(text, replace(base, role=role, id=role))
         for role, text in (
-            ("prefill", "tp=2,nics=127.0.0.2+127.0.0.3"),
-            ("decode", "tp=1,nics=127.0.0.4+127.0.0.5+127.0.0.6"),
+            ("prefill", f"{prefill},nics=127.0.0.2+127.0.0.3"),
+            ("decode", f"{decode},nics=127.0.0.4+127.0.0.5+127.0.0.6"),
             ("mixed", "tp=1"),
         )
     ]
     body = {"prompt": [(7 * i) % 250 for i in range(40)], "max_tokens": 8, "temperature": 0}
     with Deployment(ServeConfig(nodes=tuple(nodes), port=0)) as deployment:
         urls = {node.config.id: node.url for node in deployment.nodes}
-        texts = [
+        answers = [
             httpx.post(f"{urls[id]}/v1/completions", json=body, timeout=60.0)
             for id in ("decode", "mixed")
         ]
-        prefill, decode = (
-            httpx.get(f"{urls[id]}/debug/state").json()["fabric"]["domains"]
-            for id in ("prefill", "decode")
-        )
-    assert [answer.status_code for answer in texts] == [200, 200]
-    assert len({answer.json()["choices"][0]["text"] for answer in texts}) == 1
-    assert [domain["name"] for domain in prefill] == ["127.0.0.2", "127.0.0.3"]
-    assert [domain["name"] for domain in decode] == ["127.0.0.4", "127.0.0.5", "127.0.0.6"]
-    assert all(domain["bytes_completed"] > 0 for domain in prefill)
-    counted = [domain["units_counted"] for domain in decode]
-    assert min(counted) > 0
-    assert sum(counted) == sum(domain["units_completed"] for domain in prefill)
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+
+        def domains(id: str) -> list[dict[str, Any]]:
+            return httpx.get(f"{urls[id]}/debug/state").json()["fabric"]["domains"]
+
+        def settled() -> bool:  # what other processes count is told with a delay
+            posted = sum(domain["units_completed"] for domain in domains("prefill"))
+            return posted == sum(domain["units_counted"] for domain in domains("decode")) > 0
+
+        wait_until(settled, "what was sent is what was counted")
+        sent, got = domains("prefill"), domains("decode")
+    processes = nodes[0].mesh.processes
+    assert [domain["name"] for domain in sent] == ["127.0.0.2", "127.0.0.3"] * processes
+    expected = ["127.0.0.4", "127.0.0.5", "127.0.0.6"] * processes
+    assert [domain["name"] for domain in got] == expected
+    assert all(domain["bytes_completed"] > 0 for domain in sent)
+    assert all(domain["units_counted"] > 0 for domain in got)
