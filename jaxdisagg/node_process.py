@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,14 @@ def encode_config(node: NodeConfig) -> str:
     return msgspec.json.encode(node, enc_hook=str).decode()
 
 
-def say(what: dict[str, Any]) -> None:
-    """Tell the deployment something."""
-    print(json.dumps(what), flush=True)
+def take_stdout() -> Callable[[dict[str, Any]], None]:
+    """What tells the deployment something; all else that is printed goes to stderr from now on.
+
+    gloo prints to stdout, in the middle of a line if it comes to that.
+    """
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return lambda what: print(json.dumps(what), file=out, flush=True)
 
 
 def main() -> None:
@@ -43,12 +49,13 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every heartbeat
     # Ctrl-C reaches the whole process group; the deployment decides when a node ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    say = take_stdout()
     try:
         node = decode_node(msgspec.json.decode(sys.argv[1]))
         pin(node)
         end_with_parent()
         set_environment(node, _cache_folder())
-        code = _run(node)
+        code = _run(node, say)
     except (ValueError, FileNotFoundError, TransportError, GroupError) as error:
         logging.getLogger(__name__).debug("the node did not start", exc_info=True)
         say({"error": str(error)})
@@ -58,7 +65,7 @@ def main() -> None:
     os._exit(code)
 
 
-def _run(node: NodeConfig) -> int:
+def _run(node: NodeConfig, say: Callable[[dict[str, Any]], None]) -> int:
     if node.process:
         from jaxdisagg.group.follower import run_follower
 
