@@ -20,7 +20,8 @@ from typing import Any
 import msgspec
 
 from ffi_transport.errors import TransportError
-from jaxdisagg.config import NodeConfig, decode_node
+from jaxdisagg.config import NodeConfig
+from jaxdisagg.config_text import decode_node
 from jaxdisagg.group.errors import GroupError
 from jaxdisagg.process_setup import end_with_parent, pin, set_environment
 

@@ -20,7 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxdisagg.bench.report import environment, write_json
-from jaxdisagg.config import parse_numbers
+from jaxdisagg.config_text import parse_numbers
 from jaxdisagg.start_progress import print_error
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -21,7 +21,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from jaxdisagg.bench.report import environment, write_json
-from jaxdisagg.config import BatchConfig, CacheConfig, NodeConfig, parse_node, parse_numbers
+from jaxdisagg.config import BatchConfig, CacheConfig, NodeConfig
+from jaxdisagg.config_text import parse_node, parse_numbers
 from jaxdisagg.process_setup import set_host_devices
 from jaxdisagg.scheduler import DecodeRow, DecodeScheduler, PrefillJob, PrefillScheduler
 from jaxdisagg.start_progress import print_error

@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from serve import default_cpus
 
-from jaxdisagg.config import BatchConfig, NodeConfig, ServeConfig, parse_node
+from jaxdisagg.config import BatchConfig, NodeConfig, ServeConfig
+from jaxdisagg.config_text import parse_node
 from jaxdisagg.deployment import Deployment
 from jaxdisagg.start_progress import print_error, start_or_exit
 

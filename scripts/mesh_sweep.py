@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxdisagg.bench.report import environment, write_json
-from jaxdisagg.config import CacheConfig, NodeConfig, parse_numbers
+from jaxdisagg.config import CacheConfig, NodeConfig
+from jaxdisagg.config_text import parse_numbers
 from jaxdisagg.process_setup import set_host_devices
 from jaxdisagg.start_progress import print_error
 from jaxdisagg.sweep.plot import check_plot, write_plot

@@ -25,7 +25,7 @@ from jaxdisagg.bench.netns import Bed, BedUnavailable
 from jaxdisagg.bench.netns_bars import BAR_PAGE, add_speed_ups, missed_bars
 from jaxdisagg.bench.netns_nodes import SplitError, prompts, run_split, run_whole
 from jaxdisagg.bench.report import environment, write_json
-from jaxdisagg.config import parse_numbers
+from jaxdisagg.config_text import parse_numbers
 from jaxdisagg.deployment import DeploymentError
 from jaxdisagg.start_progress import print_error
 

@@ -12,15 +12,8 @@ import typer
 from made_models import MADE, default_nodes, model_folder
 from rich.console import Console
 
-from jaxdisagg.config import (
-    DEFAULT_PORT,
-    BatchConfig,
-    NodeConfig,
-    ServeConfig,
-    parse_node,
-    parse_numbers,
-    serve_from_toml,
-)
+from jaxdisagg.config import DEFAULT_PORT, BatchConfig, NodeConfig, ServeConfig
+from jaxdisagg.config_text import parse_node, parse_numbers, serve_from_toml
 from jaxdisagg.deployment import Deployment
 from jaxdisagg.start_progress import print_error, start_or_exit
 

@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 
 from jaxdisagg.bench.netns import SWITCH_ADDRESS, Bed, Namespace, Side
-from jaxdisagg.config import BatchConfig, NodeConfig, Role, ServeConfig, parse_node
+from jaxdisagg.config import BatchConfig, NodeConfig, Role, ServeConfig
+from jaxdisagg.config_text import parse_node
 from jaxdisagg.deployment import Deployment, NodeProcess
 
 ANSWER_SECONDS = 120.0

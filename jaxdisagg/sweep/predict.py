@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from jaxdisagg.cache_layout import CacheLayout
-from jaxdisagg.config import NodeConfig, parse_node
+from jaxdisagg.config import NodeConfig
+from jaxdisagg.config_text import parse_node
 from jaxdisagg.model_fit import ModelFit, fit_config
 from jaxdisagg.sweep.compute import Device, LayerWork, active_parameters, layer_work
 from jaxdisagg.sweep.nics import NicLoad, imbalance, nic_load

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from nodes import Pair, generate_all, mixed, node_config, wait_until
 
-from jaxdisagg.config import BatchConfig, ServeConfig, parse_node
+from jaxdisagg.config import BatchConfig, ServeConfig
+from jaxdisagg.config_text import parse_node
 from jaxdisagg.deployment import Deployment
 from jaxdisagg.messages import Region, decode_hello
 

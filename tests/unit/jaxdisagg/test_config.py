@@ -5,17 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxdisagg.config import (
-    BatchConfig,
-    CacheConfig,
-    MeshConfig,
-    NodeConfig,
-    ServeConfig,
-    Timeouts,
-    parse_cpus,
-    parse_node,
-    serve_from_toml,
-)
+from jaxdisagg.config import BatchConfig, CacheConfig, MeshConfig, NodeConfig, ServeConfig, Timeouts
+from jaxdisagg.config_text import parse_cpus, parse_node, serve_from_toml
 
 BASE = NodeConfig(role="decode", model=Path("m"))
 

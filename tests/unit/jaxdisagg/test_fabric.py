@@ -16,7 +16,8 @@ from ffi_transport.errors import FabricUnavailable
 from ffi_transport.topology.reading import parse_cpu_list
 from ffi_transport.types import EngineConfig
 from jaxdisagg import fabric
-from jaxdisagg.config import MeshConfig, NodeConfig, parse_node, serve_from_toml
+from jaxdisagg.config import MeshConfig, NodeConfig
+from jaxdisagg.config_text import parse_node, serve_from_toml
 from jaxdisagg.fabric import device_domains, open_fabric
 
 BASE = NodeConfig(role="decode", model=Path("m"))

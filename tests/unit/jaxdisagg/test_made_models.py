@@ -9,7 +9,8 @@ import typer
 from made_models import MADE, RECIPE, default_nodes, model_folder
 from repository import load_script
 
-from jaxdisagg.config import NodeConfig, parse_node
+from jaxdisagg.config import NodeConfig
+from jaxdisagg.config_text import parse_node
 from models.checkpoint import weights_fingerprint
 from models.registry import load_config
 
