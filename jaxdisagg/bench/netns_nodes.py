@@ -128,9 +128,9 @@ def run_split(
         answers,
         prefill["page_writes"],
         decode["page_writes"],
-        tuple(domain["bytes_completed"] for domain in prefill["fabric"]["domains"]),
+        _by_nic(prefill, bed.left, "bytes_completed"),
         frames,
-        tuple(domain["units_counted"] for domain in decode["fabric"]["domains"]),
+        _by_nic(decode, bed.right, "units_counted"),
     )
 
 
@@ -150,6 +150,12 @@ def _node(role: Role, model: Path, text: str, side: Side) -> NodeConfig:
         role, model, f"{role}-0", batch=BATCH, host=side.addresses[0], nics=side.addresses
     )
     return parse_node(text, base)
+
+
+def _by_nic(state: dict[str, Any], side: Side, key: str) -> tuple[int, ...]:
+    """A number of each of the side's NICs, summed over the node's processes."""
+    domains = state["fabric"]["domains"]
+    return tuple(sum(d[key] for d in domains if d["name"] == nic) for nic in side.addresses)
 
 
 def _state(node: NodeProcess) -> dict[str, Any]:

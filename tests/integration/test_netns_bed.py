@@ -117,6 +117,17 @@ def test_pages_and_answers_cross_every_bed(serving_folder, tmp_path):
         check_split_row(row)
 
 
+@pytest.mark.slow
+def test_nodes_of_two_processes_share_the_nics_of_a_bed(serving_folder, tmp_path):
+    file = tmp_path / "rows.json"
+    run_or_skip(
+        "--nics", 2, "--no-transfer", "--model", serving_folder, "--json", file,
+        "--prefill", "tp=2,processes=2", "--decode", "tp=2,processes=2",
+    )  # fmt: skip
+    (row,) = json.loads(file.read_text())["rows"]
+    check_split_row(row)
+
+
 def processes_of(session):
     """The processes of a session, of those that are there and no zombies."""
     found = []
