@@ -140,7 +140,7 @@ class Side:
 
 
 class Bed:
-    """Two sides with NICs of `rate_mbit` Mbit/s each, 0 for no limit. A context manager.
+    """Two sides with NICs of `rate_mbit` Mbit/s each. A context manager.
 
     The thread that makes it stands at the switch (SWITCH_ADDRESS) until it is closed; close it
     there. As a user, not root, a process can make beds only while it has one thread, and does not
@@ -153,7 +153,7 @@ class Bed:
     ) -> None:
         for name, value, low, high in (
             ("left", left, 1, MAX_NICS), ("right", right, 1, MAX_NICS),
-            ("rate_mbit", rate_mbit, 0, 100_000), ("mtu", mtu, 576, 65535),
+            ("rate_mbit", rate_mbit, 1, 100_000), ("mtu", mtu, 576, 65535),
         ):  # fmt: skip
             if not low <= value <= high:
                 raise ValueError(f"{name}={value} must be in {low}..{high}")
@@ -236,8 +236,6 @@ class Bed:
             self._limit([f"nic{i}" for i in nics])
 
     def _limit(self, devices: list[str]) -> None:
-        if not self.rate_mbit:
-            return
         _run(
             "tc",
             [
