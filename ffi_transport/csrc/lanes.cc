@@ -35,8 +35,9 @@ std::vector<Lane> PeerLanes::deal(const Region& source, const RemoteRegion& remo
     loads_here.resize(here);
     loads_there.resize(there);
     from = shares(&loads_here, total, unit_bytes);
-    // As many on both sides: the same cuts, so that every lane keeps to its rail.
-    to = here == there ? from : shares(&loads_there, total, unit_bytes);
+    // With as many on both sides their loads are the same too, and so are the cuts: every lane
+    // keeps to its rail.
+    to = shares(&loads_there, total, unit_bytes);
   }
   std::vector<Lane> lanes;
   size_t i = 0, j = 0;

@@ -28,6 +28,11 @@ struct MemoryTable {
   std::mutex mutex;
   std::mt19937_64 keys{std::random_device{}()};
   std::unordered_map<uint64_t, Range> ranges;
+
+  bool has(const void* descriptor) {
+    std::lock_guard lock(mutex);
+    return ranges.contains(reinterpret_cast<uint64_t>(descriptor));
+  }
 };
 
 struct Core;
@@ -110,7 +115,7 @@ class LoopbackRegistration : public Registration {
   }
   uint64_t key() const override { return key_; }
   uint64_t base() const override { return 0; }
-  void* descriptor() const override { return nullptr; }
+  void* descriptor() const override { return reinterpret_cast<void*>(key_); }
 
  private:
   std::shared_ptr<MemoryTable> table_;
@@ -149,6 +154,12 @@ class LoopbackEndpoint : public Endpoint {
   Status write(PeerAddress peer, std::span<const LocalPiece> local,
                std::span<const RemotePiece> remote, uint32_t immediate,
                OpContext* context) override {
+    // As a NIC does: what it reads must be registered with it, not with another one.
+    for (const LocalPiece& piece : local) {
+      if (piece.descriptor != nullptr && !core_->memory->has(piece.descriptor)) {
+        return Status(Code::kInvalid, "the memory is not registered with this domain");
+      }
+    }
     Flight flight;
     flight.is_write = true;
     flight.local.assign(local.begin(), local.end());

@@ -90,6 +90,19 @@ TEST(loopback_refuses_bad_keys_and_ranges) {
   for (char byte : b.memory) CHECK_EQ(byte, 0);
 }
 
+TEST(loopback_keeps_the_memory_of_domains_apart) {
+  const auto fabric = make_loopback();
+  Side a(fabric.get(), 4096), b(fabric.get(), 4096);
+  const PeerAddress to = *a.endpoint->insert(b.endpoint->name());
+  OpContext context;
+  const RemotePiece remote{0, 10, b.registration->key()};
+  LocalPiece local{a.memory.data(), 10, a.registration->descriptor()};
+  CHECK_OK(a.endpoint->write(to, {&local, 1}, {&remote, 1}, 1, &context));
+  local.descriptor = b.registration->descriptor();
+  CHECK_FAILS(a.endpoint->write(to, {&local, 1}, {&remote, 1}, 1, &context), Code::kInvalid,
+              "not registered with this domain");
+}
+
 TEST(loopback_close_is_a_fence_on_both_sides) {
   const auto fabric = make_loopback();
   Side a(fabric.get(), 4096), b(fabric.get(), 4096);
