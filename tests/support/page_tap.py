@@ -52,6 +52,29 @@ class Taken:
         return [zlib.crc32(row.tobytes()) for row in self.contexts]
 
 
+def memory_of(cache: PagedCache) -> dict[tuple[int, int], np.ndarray]:
+    """(rank, layer) -> what this process's devices hold, writable, a page or context row a row.
+
+    [pages, heads, planes, page size, values], and after the last layer [rows, hidden size].
+    """
+    spec, found = cache.spec, {}
+    planes = 2 if spec.kind == "gqa" else 1
+    for shard in cache.shards():
+        raw = (ctypes.c_char * shard.nbytes).from_address(shard.address)
+        flat = np.frombuffer(raw, jnp.dtype(spec.dtype))
+        shape = (cache.pages, -1, planes, cache.page_size, spec.head_dim)
+        if shard.layer == len(cache.layers):
+            shape = (cache.context_rows, -1)
+        found[shard.rank, shard.layer] = flat.reshape(shape)
+    return found
+
+
+def rows_of(view: np.ndarray, pages: np.ndarray) -> np.ndarray:
+    """[heads, planes, tokens, values] of some pages of a layer."""
+    found = np.moveaxis(view[pages], 0, 2)
+    return found.reshape(*found.shape[:2], -1, found.shape[-1])
+
+
 class PageTap:
     """Attach it to a node that runs; `node.runner`, `node.pools` and its loop are used."""
 
@@ -59,7 +82,7 @@ class PageTap:
         self._node = node
         self._cache: PagedCache = node.runner.cache
         self._tp = self._cache.mesh.size // node.runner.dp
-        self._views = {(s.rank, s.layer): self._view(s) for s in self._cache.shards()}
+        self._views = memory_of(self._cache)
         self._changed = threading.Condition()
         self._taken: dict[str, Taken] = {}
         self._held: dict[str, Taken] = {}  # of a decode node: by request, until its pages go back
@@ -71,16 +94,6 @@ class PageTap:
             self._tap_decode(node)
         else:
             self._tap_prefill(node)
-
-    def _view(self, shard: Any) -> np.ndarray:
-        """A page or a context row per index of the first axis; writable."""
-        raw = (ctypes.c_char * shard.nbytes).from_address(shard.address)
-        flat = np.frombuffer(raw, jnp.dtype(self._cache.spec.dtype))
-        if shard.layer == len(self._cache.layers):
-            return flat.reshape(self._cache.context_rows, -1)
-        spec, size = self._cache.spec, self._cache.page_size
-        planes = 2 if spec.kind == "gqa" else 1
-        return flat.reshape(self._cache.pages, -1, planes, size, spec.head_dim)
 
     @staticmethod
     def _tap_pool(pool: PagePool, lent: Counter[int]) -> None:
@@ -173,14 +186,8 @@ class PageTap:
         """A copy [tp, layers, heads, planes, tokens, values]."""
         layers = range(len(self._cache.layers))
         return np.array(
-            [[self._rows(self._views[r, n], pages) for n in layers] for r in self._ranks(dp_rank)]
+            [[rows_of(self._views[r, n], pages) for n in layers] for r in self._ranks(dp_rank)]
         )
-
-    @staticmethod
-    def _rows(view: np.ndarray, pages: np.ndarray) -> np.ndarray:
-        """[heads, planes, tokens, values] of pages [n, heads, planes, page size, values]."""
-        found = np.moveaxis(view[pages], 0, 2)
-        return found.reshape(*found.shape[:2], -1, found.shape[-1])
 
     def wait(self, attempts: list[str], seconds: float) -> list[Taken]:
         """The copies of these attempts, which are forgotten; TimeoutError names what is missing."""

@@ -4,7 +4,7 @@ Its values go into the pages by the models' own page write and follow the same h
 triggers and writes do what they do for any model. Its tokens need no cache, and show no damage.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,17 @@ from jaxdisagg.mesh import make_mesh
 from jaxdisagg.model_loading import LoadedModel
 from models import gqa, mla
 from models.hook import call_hook
-from models.interface import Caches, CacheSpec, Hook, Mode, ModelConfig, Params, StepBatch
+from models.interface import (
+    Caches,
+    CacheSpec,
+    HFSource,
+    Hook,
+    Mode,
+    ModelConfig,
+    Params,
+    ParamSpec,
+    StepBatch,
+)
 from models.sharding import ShardingRules, make_rules
 
 QUERY_HEADS = 24  # as the vocabulary
@@ -44,10 +54,38 @@ class SentinelConfig(ModelConfig):
     kv_heads: int
 
 
+def sentinel_config(kv_heads: int) -> SentinelConfig:
+    """The config with so many KV heads, 0 for a latent cache."""
+    return SentinelConfig(
+        vocab_size=VOCABULARY,
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        max_position=POSITIONS,
+        dtype="float32",
+        kv_heads=kv_heads,
+    )
+
+
 class SentinelFamily:
-    """`models.interface.ModelFamily` without parameters."""
+    """`models.interface.ModelFamily` that needs no parameters."""
 
     name = SentinelConfig.family
+    architectures = ("SentinelForTests",)
+
+    def config_from_hf(self, hf: Mapping[str, Any]) -> SentinelConfig:
+        """Of config.json it reads the number of KV heads alone."""
+        return sentinel_config(hf["num_key_value_heads"])
+
+    def abstract_params(self, config: SentinelConfig) -> dict[str, ParamSpec]:
+        """One that nothing reads: a checkpoint holds something."""
+        source = HFSource("nothing", (1,), (1,), (0,))
+        return {"nothing": ParamSpec((1,), config.dtype, (None,), (source,))}
+
+    def ignores_tensor(self, config: SentinelConfig, name: str) -> bool:
+        return False
+
+    def check_mesh(self, config: SentinelConfig, mesh: Mesh, rules: ShardingRules) -> None:
+        rules.check(mesh, {"heads": ("query heads", QUERY_HEADS), "vocab": ("words", VOCABULARY)})
 
     def cache_spec(self, config: SentinelConfig) -> CacheSpec:
         if config.kv_heads:
@@ -135,15 +173,7 @@ def _write_latent(
 
 def load(node: NodeConfig, devices: Sequence[jax.Device], kv_heads: int) -> LoadedModel:
     """The sentinel model on the node's mesh; in f32, whatever the node says of its dtype."""
-    config = SentinelConfig(
-        vocab_size=VOCABULARY,
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        max_position=POSITIONS,
-        dtype="float32",
-        kv_heads=kv_heads,
-    )
-    family = SentinelFamily()
+    config, family = sentinel_config(kv_heads), SentinelFamily()
     mesh = make_mesh(
         tp=node.mesh.tp,
         dp=node.mesh.dp,
