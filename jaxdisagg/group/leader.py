@@ -99,13 +99,17 @@ class LeaderGroup:
         if self.lost is not None:
             raise GroupError(self.lost)
 
+    def wait_joined(self, timeout: float) -> None:
+        """Return once all followers have joined; GroupError naming those that did not."""
+        self._channel.wait_joined(timeout)
+
     def begin(self, timeout: float) -> None:
         """Wait for the followers, and make jax know the devices of all; `timeout` s at most.
 
         Raises GroupError saying who is missing, or what went wrong.
         """
         deadline = time.monotonic() + timeout
-        self._channel.wait_joined(timeout)
+        self.wait_joined(timeout)
         coordinator = f"{self._node.host}:{_free_port(self._node.host)}"
         self.broadcast(Begin(coordinator, comparable(self._node)))
         initialize(coordinator, self._node, deadline - time.monotonic())
@@ -118,13 +122,13 @@ class LeaderGroup:
         if lost is not None:
             call(lost)
 
-    def explain(self, reason: str) -> str:
+    def explain(self, reason: str, timeout: float = EXPLAIN_SECONDS) -> str:
         """Why a step failed: a lost follower, if that is what it was, or `reason` as it is.
 
         A step notices the loss by a broken connection, often before the channel does.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self.lost, EXPLAIN_SECONDS)
+            self._changed.wait_for(lambda: self.lost, timeout)
         return self.lost or reason
 
     def state(self, steps: int, compiles_after_warm_up: int) -> dict[str, Any]:

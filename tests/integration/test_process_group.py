@@ -1,9 +1,15 @@
 """Mixed nodes of several processes over HTTP: answers of transformers, and what a loss does."""
 
+import json
 import os
+import queue
 import shutil
 import signal
+import subprocess
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import golden_serving
@@ -13,7 +19,9 @@ import pytest
 from nodes import CHUNK, node_config, wait_until
 
 from jaxdisagg.config import BatchConfig, MeshConfig, ServeConfig, Timeouts
-from jaxdisagg.deployment import Deployment
+from jaxdisagg.deployment import Deployment, DeploymentError
+from jaxdisagg.group.key import KEY_VARIABLE
+from jaxdisagg.node_process import encode_config
 
 TOLERANCE = 1e-3
 MEMBER_SECONDS = 4.0
@@ -156,6 +164,65 @@ def test_followers_of_a_killed_leader_end_and_a_stop_is_clean(qwen):
     processes = [deployment.nodes[0], *deployment.nodes[0].followers]
     deployment.stop()
     assert ended(processes, 1.0) == [0, 0]
+
+
+def test_a_process_that_cannot_start_is_named(serving_folder):
+    cpu = min(os.sched_getaffinity(0))
+    mesh = MeshConfig(tp=2, processes=2, cpus=(cpu, 4095))
+    with (
+        pytest.raises(DeploymentError, match=r"^mixed-0 process 1: cpus=4095 is not among"),
+        deployment_of(serving_folder, mesh),
+    ):
+        pass
+
+
+@contextmanager
+def started_by_hand(node, key):
+    """A process of a node as somebody starts it; its words, each a dict, in a queue."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxdisagg.node_process", encode_config(node)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {KEY_VARIABLE: key},
+    )
+    words = queue.SimpleQueue()
+
+    def read():
+        for line in process.stdout:
+            words.put(json.loads(line))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield words
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def error_of(words):
+    while "error" not in (word := words.get(timeout=60.0)):
+        pass
+    return word["error"]
+
+
+def test_processes_started_by_hand_must_agree(serving_folder):
+    node = replace(node_config("mixed", serving_folder), mesh=MeshConfig(tp=2, processes=2))
+    key = "a key of many characters"
+    with started_by_hand(node, key) as leader:
+        address = leader.get(timeout=60.0)["group"]
+        follower = replace(node, process=1, group=address)
+        with started_by_hand(follower, "another key, as long") as stranger:
+            assert f"the leader at {address} did not let process 1 join" in error_of(stranger)
+        with started_by_hand(replace(follower, max_requests=5), key) as other:
+            reason = "max_requests: 5 here, 256 at process 0; they must be the same"
+            assert error_of(other) == reason
+            assert error_of(leader) == f"process 1: {reason}"
 
 
 def check_drafts(deployment, golden):
