@@ -16,8 +16,8 @@ from jaxdisagg.group.leader import LeaderGroup
 from jaxdisagg.group.messages import WarmedUp
 from jaxdisagg.group.node_fabric import Group, NodeFabric, OneProcess
 from jaxdisagg.group.prefill_fabric import PrefillFabric
+from jaxdisagg.hello import NodeHello
 from jaxdisagg.local_prefiller import LocalPrefiller
-from jaxdisagg.messages import NodeHello
 from jaxdisagg.model_fit import cache_layout
 from jaxdisagg.model_loading import LoadedModel
 from jaxdisagg.prefill_messenger import PrefillMessenger

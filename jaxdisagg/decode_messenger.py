@@ -26,10 +26,11 @@ from jaxdisagg.api import RequestError
 from jaxdisagg.attempts import Attempt, Attempts
 from jaxdisagg.decode_node import DecodeNode
 from jaxdisagg.group.decode_fabric import DecodeFabric
-from jaxdisagg.messages import MessageError, NodeHello
+from jaxdisagg.hello import NodeHello
+from jaxdisagg.messages import MessageError
 from jaxdisagg.prefill_peers import PrefillPeer, PrefillPeers
 from jaxdisagg.prefiller import Prefiller
-from jaxdisagg.process_shares import ranks_of
+from jaxdisagg.process_shares import expected_units
 from jaxdisagg.transfer_plan import pages_for, plan
 
 log = logging.getLogger(__name__)
@@ -93,13 +94,8 @@ class DecodeMessenger(Prefiller):
         seed = secrets.randbits(32)
         transfer_plan = plan(peer.hello.layout, self._hello.layout, seed)
         processes = self._hello.process_count
-        expected = tuple(
-            transfer_plan.expected_units(
-                active.prompt_length,
-                context=True,
-                destination_ranks=ranks_of(self._hello.layout, active.rank, process, processes),
-            )
-            for process in range(processes)
+        expected = expected_units(
+            transfer_plan, active.prompt_length, active.rank, processes, context=True
         )
         pages = pages_for(active.prompt_length, self._hello.layout.page_size)
         deadline = now + self._timeouts.prefill

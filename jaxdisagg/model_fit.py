@@ -1,7 +1,7 @@
 """Whether nodes fit their model and each other: from their configs and config.json, no devices.
 
 What can be known so is refused before any process loads weights or compiles. Nodes that are started
-apart find the rest when they greet (`messages.compatibility`).
+apart find the rest when they greet (`hello.compatibility`).
 """
 
 from collections.abc import Iterable

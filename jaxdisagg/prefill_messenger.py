@@ -22,9 +22,10 @@ from ffi_transport.types import (
 )
 from jaxdisagg import messages
 from jaxdisagg.group.prefill_fabric import PrefillFabric
-from jaxdisagg.messages import MemberHello, MessageError, NodeHello
+from jaxdisagg.hello import MemberHello, NodeHello, compatibility
+from jaxdisagg.messages import MessageError
 from jaxdisagg.planned_request import PlannedRequest
-from jaxdisagg.process_shares import ranks_of
+from jaxdisagg.process_shares import expected_units
 from jaxdisagg.scheduler import PrefillStep
 from jaxdisagg.transfer_plan import plan
 
@@ -106,7 +107,7 @@ class PrefillMessenger:
                 self._fabric.member(0, event.peer, theirs.node, theirs.epoch, theirs.process)
                 return
             name = theirs.node
-            problems = messages.compatibility(self._hello, theirs)
+            problems = compatibility(self._hello, theirs)
             if not problems:
                 self._fabric.know(event.peer, theirs, event.hello)
                 self._peers[event.peer] = DecodePeer(name, theirs)
@@ -166,14 +167,12 @@ class PrefillMessenger:
     def _expected(self, theirs: NodeHello, message: messages.Prefill) -> tuple[int, ...]:
         """How many units each process of the decode node will count (R3)."""
         moves = plan(self._hello.layout, theirs.layout, message.seed)
-        processes = theirs.process_count
-        return tuple(
-            moves.expected_units(
-                message.prompt_length,
-                context=message.context is not None,
-                destination_ranks=ranks_of(theirs.layout, message.dp_rank, process, processes),
-            )
-            for process in range(processes)
+        return expected_units(
+            moves,
+            message.prompt_length,
+            message.dp_rank,
+            theirs.process_count,
+            context=message.context is not None,
         )
 
     def _on_cancel(self, peer: int, request_id: str) -> None:

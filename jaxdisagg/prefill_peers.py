@@ -13,7 +13,7 @@ from ffi_transport.types import PeerConnected
 from jaxdisagg import messages
 from jaxdisagg.group.decode_fabric import DecodeFabric
 from jaxdisagg.group.node_fabric import Pair
-from jaxdisagg.messages import NodeHello
+from jaxdisagg.hello import NodeHello, compatibility
 from jaxdisagg.transfer_plan import pages_for
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class PrefillPeers:
         try:
             peer_id = self._fabric.connect(known.address, self._timeout)
             theirs = messages.decode_hello(self._fabric.peer_hello(peer_id))
-            problems = messages.compatibility(self._hello, theirs)
+            problems = compatibility(self._hello, theirs)
             if problems:
                 self._fabric.disconnect(peer_id)
                 reason = f"refused: {'; '.join(problems)}"

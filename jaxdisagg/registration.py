@@ -4,8 +4,8 @@ from ffi_transport.engine import TransferEngine
 from ffi_transport.types import RemoteRegion
 from jaxdisagg.cache import PagedCache
 from jaxdisagg.fabric import device_domains
+from jaxdisagg.hello import ContextBuffers, NodeHello, Region
 from jaxdisagg.mesh import rank_devices
-from jaxdisagg.messages import ContextBuffers, NodeHello, Region
 
 
 def register_cache(

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import TransportError
 from jaxdisagg.group.fabric_messages import Linked
-from jaxdisagg.messages import MemberHello, decode_greeting
+from jaxdisagg.hello import MemberHello
+from jaxdisagg.messages import decode_greeting
 
 MAX_AT_ONCE = 16
 

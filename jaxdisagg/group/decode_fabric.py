@@ -30,7 +30,7 @@ from jaxdisagg.group.fabric_messages import (
     Unlink,
 )
 from jaxdisagg.group.node_fabric import Group, NodeFabric, Pair, Peer
-from jaxdisagg.messages import NodeHello
+from jaxdisagg.hello import NodeHello
 
 log = logging.getLogger(__name__)
 

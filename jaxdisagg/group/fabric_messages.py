@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxdisagg.messages import ContextBuffers, Region
+from jaxdisagg.hello import ContextBuffers, Region
 from jaxdisagg.planned_request import PlannedRequest
 
 

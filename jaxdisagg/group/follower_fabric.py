@@ -27,13 +27,8 @@ from jaxdisagg.event_pump import EventPump
 from jaxdisagg.group import fabric_messages as words
 from jaxdisagg.group.connecting import link_all
 from jaxdisagg.group.node_transfer import part_ended
-from jaxdisagg.messages import (
-    MemberHello,
-    MessageError,
-    decode_greeting,
-    decode_hello,
-    encode,
-)
+from jaxdisagg.hello import MemberHello
+from jaxdisagg.messages import MessageError, decode_greeting, decode_hello, encode
 from jaxdisagg.model_fit import cache_layout
 from jaxdisagg.planned_request import PlannedRequest
 from jaxdisagg.registration import RemoteCache, register_cache

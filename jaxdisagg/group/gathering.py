@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jaxdisagg.group.fabric_messages import Registered
 from jaxdisagg.group.node_fabric import Group
-from jaxdisagg.messages import ContextBuffers, Region
+from jaxdisagg.hello import ContextBuffers, Region
 
 REGISTER_SECONDS = 60.0
 

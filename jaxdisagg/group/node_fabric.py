@@ -28,7 +28,8 @@ from jaxdisagg.group.fabric_messages import (
     LinkLost,
     Tally,
 )
-from jaxdisagg.messages import NodeHello, encode
+from jaxdisagg.hello import NodeHello
+from jaxdisagg.messages import encode
 
 log = logging.getLogger(__name__)
 
@@ -177,8 +178,10 @@ class NodeFabric(ABC):
         if isinstance(event, PeerLostEvent):
             return self.link_lost(0, event.peer, event.reason, event.elapsed_s)
         if isinstance(event, MessageReceived) and event.peer not in self._peers:
-            # Of a link that leads to no node: a member's, or one that was refused.
-            return [event] if (0, event.peer) not in self._owner else []
+            owner = self._owner.get((0, event.peer))
+            if owner is not None:
+                log.error("a message of a process that does not lead %s was dropped", owner.name)
+                return []
         if isinstance(event, PeerConnected | MessageReceived | TriggerFault):
             return [event]
         return self.merge(event)

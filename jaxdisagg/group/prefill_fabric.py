@@ -29,7 +29,7 @@ from jaxdisagg.group.fabric_messages import (
 )
 from jaxdisagg.group.node_fabric import Group, NodeFabric, Pair, Peer
 from jaxdisagg.group.node_transfer import NodeTransfer, part_ended
-from jaxdisagg.messages import NodeHello
+from jaxdisagg.hello import NodeHello
 from jaxdisagg.planned_request import PlannedRequest
 from jaxdisagg.process_shares import process_of
 from jaxdisagg.registration import RemoteCache

@@ -5,10 +5,11 @@ import pytest
 from msgspec.structs import replace
 from nodes import Pair, engine_for, generate_all, wait_until
 
-from ffi_transport.types import MessageReceived
+from ffi_transport.types import MessageReceived, PeerLostEvent
 from jaxdisagg import messages
 from jaxdisagg.api import RequestError
-from jaxdisagg.messages import Cancel, CancelAck, ContextBuffers, Failed, Prefill, Region, encode
+from jaxdisagg.hello import ContextBuffers, MemberHello, Region
+from jaxdisagg.messages import Cancel, CancelAck, Failed, Prefill, encode
 
 PROMPT = list(range(60))
 
@@ -22,7 +23,7 @@ def pair(golden_folder):
 class Peer:
     """A decode node's engine without a decode node behind it."""
 
-    def __init__(self, pair, **changes):
+    def __init__(self, pair, raw=None, **changes):
         self.pair = pair
         self.engine = engine_for(pair.decode.node.node)
         self.memory = np.zeros(1 << 22, np.uint8)
@@ -38,7 +39,7 @@ class Peer:
             regions=((announced,) * mine.layout.layers,),
             contexts=(ContextBuffers(announced, mine.contexts[0].buffer_bytes, 16),),
         )
-        self.engine.set_hello(encode(replace(hello, **changes)))
+        self.engine.set_hello(raw or encode(replace(hello, **changes)))
         self.peer = self.engine.connect(pair.prefill.engine.control_address, 5.0)
 
     def __enter__(self):
@@ -124,6 +125,45 @@ def test_a_node_that_does_not_fit_is_told_why(pair, changes, reason):
         answer = peer.ask()
         assert isinstance(answer, Failed)
         assert reason in answer.reason
+    serves(pair)
+
+
+def test_processes_that_do_not_share_the_devices_are_refused_by_field(pair):
+    """Such a HELLO cannot be made here, so its bytes are changed."""
+    one = encode(replace(pair.decode.messenger._hello, node="hostile", processes=("a:1",)))
+    two = one.replace(b"\xa9processes\x91\xa3a:1", b"\xa9processes\x92\xa3a:1\xa3b:1")
+    assert len(two) == len(one) + 4
+    with Peer(pair, raw=two) as peer:
+        answer = peer.ask()
+        assert isinstance(answer, Failed)
+        assert "processes: 2, must share the layout's 1 devices equally" in answer.reason
+    serves(pair)
+
+
+def test_a_member_without_its_node_is_served_nothing_and_turned_away(pair, monkeypatch):
+    monkeypatch.setattr(pair.prefill.node.messenger._fabric, "_stranger_s", 0.2)
+    with Peer(pair, raw=encode(MemberHello("nobody", 5, 1))) as peer:
+        answer = peer.ask()
+        assert isinstance(answer, Failed)
+        assert "it did not greet" in answer.reason
+        wait_until(
+            lambda: any(isinstance(e, PeerLostEvent) for e in peer.engine.poll(0.1)),
+            "it is turned away",
+        )
+    refused = pair.prefill.node.state()["refused"]
+    assert "process 1 of nobody, a node that is not known: turned away by prefill-0" in refused
+    serves(pair)
+
+
+def test_a_stranger_that_calls_itself_a_served_nodes_process_is_turned_away(pair):
+    mine = pair.decode.messenger._hello
+    with Peer(pair, raw=encode(MemberHello(mine.node, mine.epoch, 1))) as peer:
+        wait_until(
+            lambda: any(isinstance(e, PeerLostEvent) for e in peer.engine.poll(0.1)),
+            "it is turned away",
+        )
+    text = "process 1 of decode-0, which announced 1 processes: turned away by prefill-0"
+    assert text in pair.prefill.node.state()["refused"]
     serves(pair)
 
 

@@ -16,7 +16,8 @@ from nodes import Pair, generate_all, mixed, node_config, wait_until
 from jaxdisagg.config import BatchConfig, ServeConfig
 from jaxdisagg.config_text import parse_node
 from jaxdisagg.deployment import Deployment
-from jaxdisagg.messages import Region, decode_hello
+from jaxdisagg.hello import Region
+from jaxdisagg.messages import decode_hello
 
 LENGTHS = (17, 64, 130)
 TOKENS = 8

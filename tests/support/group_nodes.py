@@ -26,7 +26,7 @@ from jaxdisagg.group.fabric_messages import FileStep
 from jaxdisagg.group.follower_fabric import FollowerFabric
 from jaxdisagg.group.gathering import gather
 from jaxdisagg.group.prefill_fabric import PrefillFabric
-from jaxdisagg.messages import NodeHello
+from jaxdisagg.hello import NodeHello
 from jaxdisagg.process_shares import devices_of
 from jaxdisagg.registration import register_cache
 from jaxdisagg.step_plans import StepPlanner

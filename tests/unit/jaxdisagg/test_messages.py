@@ -9,20 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxdisagg.messages import (
+from jaxdisagg.hello import (
     PROTOCOL_VERSION,
+    ContextBuffers,
+    MemberHello,
+    NodeHello,
+    Region,
+    compatibility,
+)
+from jaxdisagg.messages import (
     Busy,
     Cancel,
     CancelAck,
-    ContextBuffers,
     Failed,
-    MemberHello,
     MessageError,
-    NodeHello,
     Prefill,
-    Region,
     Telemetry,
-    compatibility,
     decode,
     decode_greeting,
     decode_hello,

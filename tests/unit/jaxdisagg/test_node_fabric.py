@@ -11,12 +11,14 @@ from ffi_transport.errors import PeerLost, TransferTimeout
 from ffi_transport.types import (
     CounterOvershoot,
     CounterReached,
+    MessageReceived,
     PeerConnected,
     PeerLostEvent,
     TransferEnded,
     TriggerFault,
 )
-from jaxdisagg.messages import MemberHello, NodeHello, decode_greeting, encode, pack
+from jaxdisagg.hello import MemberHello, NodeHello
+from jaxdisagg.messages import decode_greeting, encode, pack
 from jaxdisagg.planned_request import PlannedRequest
 from jaxdisagg.process_shares import ranks_of
 from jaxdisagg.transfer_plan import CacheLayout, plan
@@ -494,6 +496,28 @@ def test_members_may_come_before_their_leader():
             both.decode.engines[0].connect(engine.control_address, 5.0)
         both.run_until(both.whole, "all are known")
         assert not strangers
+
+
+def test_messages_come_from_leaders_alone():
+    with Both(gqa(2), gqa(2)) as both:
+        links = both.prefill.prefill._peers[both.at_prefill].links
+        follower, leader = both.decode.engines[1], both.decode.engines[0]
+        (to_leader,) = (link for link in (1, 2) if follower_peer(follower, link) == "prefill")
+        follower.send(to_leader, b"from a follower")
+        leader.send(both.peer, b"from the leader")
+        both.run_until(lambda: both.prefill.of(MessageReceived), "a message")
+        received = both.prefill.engines[0]
+        both.run_until(lambda: received.counters()["messages_received"] == 2, "both came")
+        both.run_until(lambda: True, "both were taken")
+        assert both.prefill.of(MessageReceived) == [
+            MessageReceived(links[0, 0], b"from the leader")
+        ]
+
+
+def follower_peer(engine, link):
+    """What kind of process a link of a decode node's follower leads to."""
+    hello = decode_greeting(engine.peer_hello(link))
+    return hello.role if isinstance(hello, NodeHello) else "member"
 
 
 def test_a_trigger_fault_of_a_follower_is_told_with_its_process():

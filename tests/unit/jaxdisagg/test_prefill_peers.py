@@ -7,7 +7,8 @@ import pytest
 from nodes import wait_until
 
 from ffi_transport.errors import PeerLost, TransferTimeout
-from jaxdisagg.messages import NodeHello, encode
+from jaxdisagg.hello import NodeHello
+from jaxdisagg.messages import encode
 from jaxdisagg.prefill_peers import PrefillPeers
 from jaxdisagg.transfer_plan import CacheLayout
 
