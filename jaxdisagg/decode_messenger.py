@@ -29,6 +29,7 @@ from jaxdisagg.group.decode_fabric import DecodeFabric
 from jaxdisagg.hello import NodeHello
 from jaxdisagg.messages import MessageError
 from jaxdisagg.prefill_peers import PrefillPeer, PrefillPeers
+from jaxdisagg.prefill_reports import PrefillReports
 from jaxdisagg.prefiller import Prefiller
 from jaxdisagg.process_shares import expected_units
 from jaxdisagg.transfer_plan import pages_for, plan
@@ -55,7 +56,7 @@ class DecodeMessenger(Prefiller):
             node.runner.dp,
             node.runner.cache.context_rows,
         )
-        self._told: dict[str, ActiveRequest] = {}
+        self._reports = PrefillReports(node.node.max_requests)
         self._leaving: dict[int, PrefillPeer] = {}
         self._overshot: dict[int, list[tuple[ActiveRequest, RequestError]]] = {}
         self._page_writes = 0
@@ -216,9 +217,7 @@ class DecodeMessenger(Prefiller):
         self._page_writes += count
         attempt.active.account.page_writes = count
         self._attempts.settle(attempt)
-        self._told[attempt.id] = attempt.active
-        while len(self._told) > self._node.node.max_requests:
-            del self._told[next(iter(self._told))]
+        self._reports.expect(attempt.id, attempt.active)
         self._node.prefilled(attempt.active, now)
 
     def _on_overshoot(self, event: CounterOvershoot) -> None:
@@ -251,7 +250,8 @@ class DecodeMessenger(Prefiller):
             log.error("a message of peer %d was dropped: %s", peer_id, error)
             return
         if isinstance(message, messages.Telemetry):
-            self._on_telemetry(message)
+            attempt = self._attempts.awaiting(message.request)
+            self._reports.take(message, None if attempt is None else attempt.active)
             return
         if not isinstance(message, messages.Busy | messages.Failed | messages.CancelAck):
             log.error("%s is no message for a decode node", type(message).__name__)
@@ -275,18 +275,6 @@ class DecodeMessenger(Prefiller):
                     code="prefill_failed",
                 ),
             )
-
-    def _on_telemetry(self, message: messages.Telemetry) -> None:
-        active = self._told.pop(message.request, None)
-        if active is None:
-            attempt = self._attempts.awaiting(message.request)
-            if attempt is None:
-                return
-            active = attempt.active
-        active.account.queue = message.queue_s
-        active.account.compute = message.prefill_s
-        active.account.bytes = message.bytes
-        active.account.reported = True
 
     # ---- ends ----------------------------------------------------------------------------------
 

@@ -28,14 +28,15 @@ LEAST_SECONDS = 0.5
 class PrefillPeer:
     """A connected prefill node that fits.
 
-    `outstanding` are this node's prompt tokens there. Nothing is sent to it before `busy_until`
-    (of `time.monotonic`): it answered BUSY.
+    `outstanding` are this node's prompt tokens there. It was connected at `since` (of
+    `time.monotonic`), and nothing is sent to it before `busy_until`: it answered BUSY.
     """
 
     id: int
     name: str
     address: str
     hello: NodeHello
+    since: float
     outstanding: int = 0
     busy_until: float = 0.0
 
@@ -159,7 +160,8 @@ class PrefillPeers:
             self._not_connected(known, str(error), RETRY_SECONDS)
             return
         known.connecting = False
-        known.peer = PrefillPeer(peer_id, theirs.node, known.address, theirs)
+        now = time.monotonic()
+        known.peer = PrefillPeer(peer_id, theirs.node, known.address, theirs, since=now)
         log.info("prefill node %s connected (%s)", theirs.node, known.address)
         self.on_change()
 
@@ -176,7 +178,8 @@ class PrefillPeers:
             return None
         peer, known.peer = known.peer, None
         known.problem = f"lost: {reason}"
-        known.retry_at = time.monotonic()  # it may be back already
+        # It may be back already; but who is lost as soon as it is connected has some trouble.
+        known.retry_at = max(time.monotonic(), peer.since + RETRY_SECONDS)
         log.warning("prefill node at %s was lost: %s", known.address, reason)
         self._forget_if_gone(known)
         self.on_change()

@@ -140,6 +140,21 @@ def test_a_loss_that_was_told_before_the_connection_is_not_missed(world):
     assert peers.connected() == []
 
 
+def test_a_node_that_is_lost_at_once_is_not_tried_again_at_once(world):
+    peers, engine, run = world
+    engine.answers["a:1"] = hello()
+    peers.refresh([("a:1", 0)])
+    run(lambda: peers.missing() is None)
+    (peer,) = peers.connected()
+    peers.lost(1, "greeted twice")
+    assert peers.next_deadline() == peer.since + 1.0
+    peers.tick(peer.since + 1.0)
+    run(lambda: peers.missing() is None)
+    peers.connected()[0].since -= 10
+    peers.lost(2, "the peer restarted")
+    assert peers.next_deadline() <= time.monotonic(), "it may be back"
+
+
 def test_a_node_that_left_is_not_connected_to_for_ever(world):
     peers, engine, run = world
     engine.answers["a:1"] = hello()
