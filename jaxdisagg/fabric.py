@@ -96,10 +96,14 @@ def _topology(sysfs: Path) -> Topology:
 
 
 def _expected_devices(node: NodeConfig, topology: Topology) -> Sequence[str] | int:
-    """The accelerators that jax will use here, if it will use any; else their number."""
+    """The accelerators that jax will use here, if it will use any; else their number.
+
+    The driver is not loaded where they decide nothing: with named NICs, or without RDMA.
+    """
     count = node.mesh.devices // node.mesh.processes
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    if not topology.gpus or platforms.split(",")[0] == "cpu":
+    on_cpu = os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu"
+    chosen = not node.nics and any(nic.rdma and nic.problem is None for nic in topology.nics)
+    if on_cpu or not chosen or not topology.gpus:
         return count
     addresses = cuda_addresses()[:count]
     known = len(addresses) == count and all(map(topology.gpu, addresses))

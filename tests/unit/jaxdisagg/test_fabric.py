@@ -144,6 +144,13 @@ def test_named_nics_are_opened_as_they_are_named(tmp_path, opened):
         open_fabric(replace(BASE, nics=("mlx5_9",), provider="verbs"), root)
 
 
+def test_the_driver_is_not_loaded_for_nothing(tmp_path, opened, monkeypatch):
+    monkeypatch.setattr(fabric, "cuda_addresses", lambda: pytest.fail("it was asked"))
+    open_fabric(replace(BASE, nics=("mlx5_0",)), connectx_8(tmp_path / "a").root)
+    open_fabric(BASE, no_nic(tmp_path / "b").root)
+    assert [config.domains for config in opened] == [("mlx5_0",), ()]
+
+
 def test_without_a_sysfs(tmp_path, opened):
     open_fabric(replace(BASE, nics=("eth0",), provider="net"), tmp_path / "nowhere")
     assert opened[0].domains == ("eth0",)
