@@ -9,7 +9,7 @@ pair is executed on CPU meshes, and bytes and page-writes must be the predicted 
 
 import logging
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -195,9 +195,9 @@ def main(
         raise typer.Exit(2) from None
     show(rows, about)
     if json is not None:
-        write_json(json, environment(config=config), rows)
+        write_json(json, environment(model=shapes.name, **asdict(question)), rows)
     if png is not None:
-        write_plot(png, config, rows)
+        write_plot(png, shapes.name, rows)
     if not fitting(rows):
         raise typer.Exit(2)
     if not good:

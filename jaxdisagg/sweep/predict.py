@@ -58,6 +58,7 @@ class Question:
 
 
 MAX_NICS = 64  # of one engine
+MAX_STEPS = 4096  # of a prompt: each is gone through, layer by layer
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,10 @@ def predict(prefill: Side, decode: Side, tokens: int, question: Question) -> dic
 
     Raises ValueError, naming the field, for meshes that cannot be mapped.
     """
+    if question.chunk and tokens > question.chunk * MAX_STEPS:
+        raise ValueError(
+            f"chunk: {question.chunk} makes more than {MAX_STEPS} steps of {tokens} tokens"
+        )
     source, destination = prefill.fit.layout, decode.fit.layout
     context = context_bytes(prefill)
     loads: list[NicLoad] = []

@@ -35,7 +35,10 @@ def test_the_big_models_have_sane_tables(tmp_path: Path):
     assert "rebuilt: a decode rank's page comes in parts from 2 prefill ranks" in done.stdout
     assert "…" not in done.stdout
     document = json.loads(file.read_text())
-    assert {"cpu", "cores", "jax", "jaxlib", "python", "config"} <= set(document["environment"])
+    environment = document["environment"]
+    assert {"cpu", "cores", "jax", "jaxlib", "python"} <= set(environment)
+    assert environment["model"] == "qwen3-coder-480b"
+    assert environment["device"] == {"tflops": 989.0, "mfu": 0.4}
     rows = document["rows"]
     assert [(r["prefill"], r["decode"], r["tokens"]) for r in rows] == [
         ("tp=8", "tp=8", 4096),

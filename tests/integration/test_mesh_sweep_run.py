@@ -88,15 +88,7 @@ def test_nodes_that_cannot_run_have_a_line_and_end_with_1(capsys, serving_folder
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["deepseek_serving", "qwen3_moe_serving"])
 def test_all_pairs_agree(capsys, tmp_path, golden_folder, model):
-    meshes = [
-        "tp=1",
-        "tp=2",
-        "tp=4",
-        "tp=2,dp=2",
-        "tp=1,dp=4",
-        "tp=2,page_size=8",
-        "tp=4,page_size=24",
-    ]
+    meshes = ["tp=1", "tp=4", "tp=2,dp=2", "tp=2,page_size=24"]
     rows = ran(
         capsys, tmp_path, config=str(golden_folder(model)), prefill=meshes, decode=meshes,
         tokens=[2, 17, 100], requests=2,

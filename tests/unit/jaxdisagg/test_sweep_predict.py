@@ -209,6 +209,13 @@ def test_a_question_that_has_no_answer_is_refused_by_field(fields, message):
         Question(QUESTION.device, **fields)
 
 
+def test_a_prompt_in_too_many_steps_is_refused():
+    question = Question(QUESTION.device, chunk=1, seeds=1)
+    assert ask("smollm2-135m", "tp=1", "tp=1", 200, question)["times"][0]["tail_ms"] > 0
+    with pytest.raises(ValueError, match="chunk: 1 makes more than 4096 steps of 8000 tokens"):
+        ask("smollm2-135m", "tp=1", "tp=1", 8000, question)
+
+
 def test_a_load_without_requests_is_refused():
     with pytest.raises(ValueError, match="requests: 0"):
         Load((100,), 0)
