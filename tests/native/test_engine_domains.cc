@@ -134,6 +134,45 @@ TEST(domains_of_a_group_alone_carry_its_writes) {
   CHECK(to.counted == (std::vector<uint64_t>{0, 0, 101}));
 }
 
+TEST(triggers_of_two_groups_use_the_domains_of_each) {
+  Node a(with_domains(options(10), 5)), b(with_domains(options(10), 3));
+  randomize(&a.memory, 4);
+  const int64_t peer = connect(a, b);
+  constexpr int kSteps = 30, kPages = 7;
+  const std::vector<std::vector<int64_t>> here = {{1, 2}, {3, 4}}, there = {{0}, {1, 2}};
+  std::vector<RemoteRegion> remotes;
+  for (int ordinal = 0; ordinal < 2; ++ordinal) {
+    int64_t source = 0, target = 0;
+    describe(a, here[ordinal], &source);
+    remotes.push_back(describe(b, there[ordinal], &target));
+    CHECK_OK(a.engine->set_source_region(ordinal, 0, source));
+  }
+  CHECK_OK(b.engine->counters().arm(1, 2 * kSteps * kPages, false));
+  const int64_t transfer = *a.engine->open_transfer(peer, 1);
+  for (int step = 0; step < kSteps; ++step) {
+    std::vector<Engine::PlanRequest> requests(2);
+    for (int ordinal = 0; ordinal < 2; ++ordinal) {
+      Engine::PlanRequest& one = requests[ordinal];
+      one.transfer = transfer;
+      one.ordinal = ordinal;
+      one.pages = shuffled(kPages, step, (2 * step + ordinal) * kPages);
+      one.unit = kWhole;
+      one.remotes = {remotes[ordinal]};
+    }
+    CHECK_OK(a.engine->add_plan(step, {0, 1}, 1, std::move(requests), 20));
+    for (int ordinal = 0; ordinal < 2; ++ordinal) {
+      TriggerRegistry::fire(a.engine->index(), step, ordinal, 0, a.memory.data());
+    }
+  }
+  CHECK_OK(a.engine->seal(transfer));
+  CHECK_EQ(a.wait(EventKind::kTransferEnded).outcome,
+           static_cast<int>(TransferOutcome::kCompleted));
+  b.wait(EventKind::kCounterReached);
+  // 210 units of each group: the first domain reads all triggers and carries nothing.
+  CHECK(Totals(a).completed == (std::vector<uint64_t>{0, 105, 105, 105, 105}));
+  CHECK(Totals(b).counted == (std::vector<uint64_t>{210, 105, 105}));
+}
+
 TEST(domains_of_a_region_are_checked) {
   Node a(with_domains(options(), 3));
   const auto refused = [&](std::vector<int64_t> domains) {
