@@ -117,9 +117,11 @@ class BatchConfig:
 class Timeouts:
     """Every wait's deadline, in seconds.
 
+    `connect`: to a prefill node and all its processes, and for this node's own to arm a counter.
     `queue`: for pages and a peer, before the prefill begins. `prefill`: from PREFILL to the last
-    counted write. `cancel_resend`: between two CANCELs. `cancel_fence`: for the answer to them.
-    `member`: a process of this node that says nothing for so long has hung, and the node fails.
+    counted write. `cancel_resend`: between two CANCELs. `cancel_fence`: for the answer to them, and
+    for this node's processes to close their links to a peer. `member`: a process of this node that
+    says nothing for so long has hung, and the node fails.
     """
 
     connect: float = 10.0

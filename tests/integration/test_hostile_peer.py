@@ -1,5 +1,7 @@
 """A peer that greets wrongly or asks for nonsense is answered; others are served on."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -9,7 +11,7 @@ from ffi_transport.types import MessageReceived, PeerLostEvent
 from jaxdisagg import messages
 from jaxdisagg.api import RequestError
 from jaxdisagg.hello import ContextBuffers, MemberHello, Region
-from jaxdisagg.messages import Cancel, CancelAck, Failed, Prefill, encode
+from jaxdisagg.messages import Busy, Cancel, CancelAck, Failed, Prefill, encode
 
 PROMPT = list(range(60))
 
@@ -30,14 +32,17 @@ class Peer:
         self.region = self.engine.register_memory(self.memory.ctypes.data, self.memory.nbytes)
         mine = pair.decode.messenger._hello
         announced = Region(self.region.descriptor, self.memory.nbytes)
-        shard = mine.layout.shard_bytes
+        layout = changes.get("layout", mine.layout)
+        shard = layout.shard_bytes
         pages = self.memory.nbytes // shard
         hello = replace(
             mine,
             node="hostile",
             num_pages=pages,
-            regions=((announced,) * mine.layout.layers,),
-            contexts=(ContextBuffers(announced, mine.contexts[0].buffer_bytes, 16),),
+            layout=layout,
+            regions=((announced,) * layout.layers,) * layout.devices,
+            contexts=(ContextBuffers(announced, mine.contexts[0].buffer_bytes, 16),)
+            * layout.devices,
         )
         self.engine.set_hello(raw or encode(replace(hello, **changes)))
         self.peer = self.engine.connect(pair.prefill.engine.control_address, 5.0)
@@ -137,6 +142,20 @@ def test_processes_that_do_not_share_the_devices_are_refused_by_field(pair):
         answer = peer.ask()
         assert isinstance(answer, Failed)
         assert "processes: 2, must share the layout's 1 devices equally" in answer.reason
+    serves(pair)
+
+
+def test_a_node_whose_other_process_has_not_come_is_answered_busy(pair):
+    """The numbers are right: 4 pages of 3 layers and the context, in each of two processes."""
+    layout = dataclasses.replace(pair.decode.messenger._hello.layout, tp=2)
+    with Peer(pair, layout=layout, processes=("a:1", "b:1")) as peer:
+        answer = peer.ask(expected=(13, 13))
+        assert isinstance(answer, Busy)
+        text = "process 0 of prefill-0 has not been greeted by process 1 of hostile"
+        assert answer.reason == text
+        wrong = peer.ask(request="y", expected=(26,))
+        assert isinstance(wrong, Failed)
+        assert "expected: (26,) there, (13, 13) by prefill-0" in wrong.reason
     serves(pair)
 
 
