@@ -155,7 +155,7 @@ class ModelRunner:
             family, config, mesh, rules, page_size=node.cache.page_size, trigger=trigger
         )
         self.compiles = CompileCounter()
-        self._warm = 0
+        self._warm: int | None = None
         self._seats = self.programs.empty_seats(self.seats_per_rank + 1)
         self._step = 0
         self.steps = 0  # run so far, those of the warm-up too
@@ -163,7 +163,7 @@ class ModelRunner:
     @property
     def compiles_after_warm_up(self) -> int:
         """Programs lowered since warm-up ended: 0, or a bug."""
-        return self.compiles.count - self._warm
+        return 0 if self._warm is None else self.compiles.count - self._warm
 
     def warm_up(self, advance: Callable[[str], None] = lambda _: None) -> None:
         """Compile and run every program that the role needs, on padding alone."""

@@ -233,6 +233,16 @@ class RemoteWriter:
         return False
 
 
+@pytest.mark.parametrize("runner", [(1, 1, "float32")], indirect=True, ids=["tp1-f32"])
+def test_what_the_warm_up_compiles_is_not_counted_as_compiled_after_it(runner):
+    counts = []
+    runner.warm_up(lambda _: counts.append(runner.compiles_after_warm_up))
+    assert runner.compiles.count > 0
+    assert counts == [0, 0], "of a prefill and of a decode step"
+    jax.jit(lambda x: x + 3)(np.ones(3, np.float32))
+    assert runner.compiles_after_warm_up > 0
+
+
 @pytest.mark.parametrize(
     "runner", [(1, 1, "float32"), (2, 1, "bfloat16")], indirect=True, ids=["tp1-f32", "tp2-bf16"]
 )
