@@ -73,7 +73,8 @@ class Deployment:
 
     def __post_init__(self) -> None:
         self._said: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._stopping = threading.Event()
+        self._stopping = False
+        self._spawning = threading.Lock()
         self._router = _RouterThread()
 
     def __enter__(self) -> "Deployment":
@@ -126,9 +127,14 @@ class Deployment:
         return spawned
 
     def _spawn_followers(self, leader: NodeProcess, address: str) -> None:
-        for i in range(1, leader.config.mesh.processes):
-            config = replace(leader.config, process=i, group=address, http_port=0, fabric_port=0)
-            leader.followers.append(self._spawn(config, leader.key))
+        with self._spawning:  # nothing may be started once `stop` has looked what there is
+            if self._stopping:
+                return
+            for i in range(1, leader.config.mesh.processes):
+                config = replace(
+                    leader.config, process=i, group=address, http_port=0, fabric_port=0
+                )
+                leader.followers.append(self._spawn(config, leader.key))
 
     def _listen(self, node: NodeProcess) -> None:
         assert node.process.stdout is not None
@@ -144,7 +150,7 @@ class Deployment:
                 node.total = said.get("total", node.total)
                 node.error = said.get("error", node.error)
                 node.ready = said.get("ready", node.ready)
-                if "group" in said and not self._stopping.is_set():
+                if "group" in said:
                     self._spawn_followers(node, said["group"])
                 self._said.put(None)
         node.process.wait()
@@ -221,7 +227,8 @@ class Deployment:
 
     def stop(self) -> None:
         """End every node, by force if one does not end in time, and the router."""
-        self._stopping.set()
+        with self._spawning:
+            self._stopping = True
         for node in self.nodes:
             if node.process.poll() is None:
                 node.process.terminate()

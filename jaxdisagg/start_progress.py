@@ -1,4 +1,4 @@
-"""Starting a deployment from a terminal: a bar per node, and a message instead of a traceback."""
+"""Starting a deployment from a terminal: a bar per process, a message for a traceback."""
 
 from typing import Self
 
@@ -38,15 +38,15 @@ class StartProgress:
 
     def __call__(self, nodes: list[NodeProcess]) -> None:
         """Move the bars."""
-        for node in nodes:
-            name = node.config.id
+        for process in (process for node in nodes for process in (node, *node.followers)):
+            name = process.name
             if name not in self._tasks:
                 self._tasks[name] = self._progress.add_task(name, what="")
             self._progress.update(
                 self._tasks[name],
-                total=node.total,
-                completed=node.total if node.ready else node.done,
-                what="ready" if node.ready else node.progress,
+                total=process.total,
+                completed=process.total if process.ready else process.done,
+                what="ready" if process.ready else process.progress,
             )
 
 

@@ -22,6 +22,7 @@ from jaxdisagg.config import NodeConfig
 from jaxdisagg.group.channel import FollowerChannel
 from jaxdisagg.group.errors import GroupError
 from jaxdisagg.group.fabric_messages import FileStep, LeaderWord
+from jaxdisagg.group.follower_fabric import FollowerFabric, open_follower_fabric
 from jaxdisagg.group.key import group_key
 from jaxdisagg.group.messages import (
     ORDERED,
@@ -45,6 +46,7 @@ START_SECONDS = 600.0
 STEPS_IN_FLIGHT = 4
 EXPLAIN_SECONDS = 2.0
 STATUS_SECONDS = 1.0
+CLOSE_SECONDS = 5.0
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -72,7 +74,7 @@ class Follower:
         self._ended = threading.Event()
         self._end_lock = threading.Lock()
         self._error: str | None = None
-        self._fabric: Any = None  # a FollowerFabric
+        self._fabric: FollowerFabric | None = None
         self._runner: ModelRunner | None = None
         assert node.group is not None
         self._channel = FollowerChannel(
@@ -94,14 +96,19 @@ class Follower:
             if runner is not None and runner.steps != said:
                 said = runner.steps
                 self._channel.send(Status(said, runner.compiles_after_warm_up))
-        if self._fabric is not None:
-            self._fabric.close()
-        elif self._engine is not None:
-            self._engine.close()
+        closing = threading.Thread(target=self._close_fabric, name="closing", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
         self._channel.close(1.0)
         if self._error is None:
             return 0
         raise GroupError(self._error)
+
+    def _close_fabric(self) -> None:
+        if self._fabric is not None:
+            self._fabric.close()
+        elif self._engine is not None:
+            self._engine.close()
 
     def fail(self, reason: str) -> None:
         """Tell the leader that something went wrong here, and end."""
@@ -136,12 +143,15 @@ class Follower:
             while not self._ended.is_set():
                 self._do(self._ordered.get(), in_flight)
         except (ValueError, FileNotFoundError, TransportError, GroupError) as error:
-            self.fail(str(error))
+            self._fail_unless_told(str(error))
         except Exception as error:
             log.exception("a step failed")
-            # If another process is gone, the leader knows which and says it.
-            if not self._ended.wait(EXPLAIN_SECONDS):
-                self.fail(f"{type(error).__name__}: {error}")
+            self._fail_unless_told(f"{type(error).__name__}: {error}")
+
+    def _fail_unless_told(self, reason: str) -> None:
+        """Fail; but if another process is gone, which breaks collectives, the leader says which."""
+        if not self._ended.wait(EXPLAIN_SECONDS):
+            self.fail(reason)
 
     def _start(self) -> None:
         node = self._node
@@ -182,8 +192,6 @@ class Follower:
     def _open_fabric(self, runner: ModelRunner) -> None:
         if self._engine is None:
             return
-        from jaxdisagg.group.follower_fabric import open_follower_fabric
-
         self._fabric = open_follower_fabric(
             self._node, runner, self._engine, self._channel.send, self.fail
         )
