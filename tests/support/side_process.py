@@ -16,6 +16,10 @@ SCRIPT = REPOSITORY / "tests" / "support" / "mesh_side.py"
 ORDER_SECONDS = 120.0
 END_SECONDS = 10.0
 SHOWN = 3000  # characters of stderr
+# Compiling many small programs is most of what such a process does: the shared cache takes those
+# that compile in a moment, too, and LLVM spends no time on code that runs for another moment.
+CACHE_ALL = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+UNOPTIMISED = "--xla_backend_optimization_level=0"
 
 
 class SideError(Exception):
@@ -32,6 +36,7 @@ class SideProcess:
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
         self._stderr = folder / f"{name}.stderr"
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {UNOPTIMISED}".strip()
         with self._stderr.open("w") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, str(SCRIPT)],
@@ -39,8 +44,7 @@ class SideProcess:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                # Many small programs: the shared cache takes those that compile in a moment, too.
-                env=os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"},
+                env=os.environ | CACHE_ALL | {"XLA_FLAGS": flags},
             )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
