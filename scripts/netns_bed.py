@@ -32,6 +32,7 @@ from jaxdisagg.start_progress import print_error
 console = Console()
 PAIRS = "1,2,4,1:2,2:4"
 UNAVAILABLE = 77
+MAX_SECONDS = 30  # of one measurement, which has a deadline
 
 
 def parse_pairs(text: str) -> list[tuple[int, int]]:
@@ -159,7 +160,9 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     provider: Annotated[str, typer.Option(help="auto, tcp, net or tcp;ofi_rxm")] = "auto",
     window: Annotated[int, typer.Option(min=0, help="KiB in flight; 0: the default")] = 0,
-    congestion: Annotated[str, typer.Option(help="TCP's congestion control, if not ours")] = "",
+    congestion: Annotated[
+        str, typer.Option(help="TCP's congestion control; default: the machine's")
+    ] = "",
     transfer: Annotated[bool, typer.Option(help="run the transfer benchmark")] = True,
     nodes: Annotated[bool, typer.Option(help="run a prefill and a decode node")] = True,
     model: Annotated[
@@ -177,6 +180,10 @@ def main(
         sizes = [size << 10 for size in parse_numbers(pages, "pages")]
         if min(sizes) < 1024 or max(sizes) > min(1 << 20, megabytes << 18):
             raise ValueError(f"pages={pages!r}: 1 to 1024 KiB, and at most a quarter of megabytes")
+        if transfer and (seconds := megabytes * (1 << 23) / 1e6 / rate) > MAX_SECONDS:
+            raise ValueError(
+                f"megabytes={megabytes}: {seconds:.0f} s at {rate} Mbit/s, at most {MAX_SECONDS}"
+            )
         if json_file is not None and not json_file.parent.is_dir():
             raise ValueError(f"json: no folder {json_file.parent}")
         if check and not (transfer and BAR_PAGE in sizes and (1, 1) in pairs):

@@ -23,6 +23,7 @@ from typing import Any
 NETWORK = "10.77.0.0/16"
 SWITCH_ADDRESS = "10.77.0.1"
 MAX_NICS = 16
+IPV4 = Path("/proc/sys/net/ipv4")  # of the calling thread's namespace
 ETHERNET_BYTES = 14
 IP_TCP_BYTES = 20 + 20 + 12  # TCP with its time stamps
 # A bucket holds a whole 64 KiB send with the headers of its frames, which it would have to cut up
@@ -249,12 +250,19 @@ class Bed:
         """NICs of one network answer and ask for their own addresses alone."""
         values = {"conf/all/arp_ignore": "1", "conf/all/arp_announce": "2",
                   "conf/all/rp_filter": "0", "conf/default/rp_filter": "0"}  # fmt: skip
-        if self.congestion:
-            values["tcp_congestion_control"] = self.congestion
         for name, value in values.items():
-            file = Path("/proc/sys/net/ipv4", name)
+            file = IPV4 / name
             try:
                 if file.read_text().strip() != value:
                     file.write_text(value)
             except OSError as error:
                 raise BedUnavailable(f"{file} cannot be set to {value}: {error.strerror}") from None
+        if self.congestion:
+            try:
+                (IPV4 / "tcp_congestion_control").write_text(self.congestion)
+            except OSError as error:
+                known = (IPV4 / "tcp_available_congestion_control").read_text().split()
+                raise ValueError(
+                    f"congestion={self.congestion!r}: {error.strerror}; this kernel has "
+                    f"{', '.join(known)}, of which a namespace may not take every one"
+                ) from None

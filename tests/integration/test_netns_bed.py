@@ -232,6 +232,7 @@ def test_missing_permission_is_named(monkeypatch, tools, root):
         (("--pages", "64,many"), "pages='64,many'"),
         (("--pages", "2048"), "1 to 1024 KiB"),
         (("--model", "/nonexistent"), "model: no config.json in /nonexistent"),
+        (("--rate", "10"), "megabytes=64: 54 s at 10 Mbit/s, at most 30"),
         (("--check", "--nics", "2"), "check: there are bars for 64 KiB pages"),
         (("--json", "/nonexistent/rows.json"), "json: no folder /nonexistent"),
     ],
@@ -240,6 +241,15 @@ def test_bad_options_are_answered_in_a_line(arguments, message):
     done = run(*arguments)
     assert done.returncode == 2
     assert message in done.stdout
+
+
+def test_an_unknown_congestion_control_is_refused_by_name():
+    done = run("--congestion", "bogus", "--no-nodes")
+    if done.returncode == UNAVAILABLE:
+        pytest.skip(done.stdout.strip())
+    assert done.returncode == 2
+    assert "congestion='bogus': " in done.stdout
+    assert "this kernel has " in done.stdout
 
 
 @pytest.mark.parametrize(
