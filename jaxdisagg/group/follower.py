@@ -93,9 +93,10 @@ class Follower:
         said = None
         while not self._ended.wait(STATUS_SECONDS):
             runner = self._runner
-            if runner is not None and runner.steps != said:
-                said = runner.steps
-                self._channel.send(Status(said, runner.compiles_after_warm_up))
+            status = runner and Status(runner.steps, runner.compiles_after_warm_up)
+            if status and status != said:  # steps are counted before they compile
+                self._channel.send(status)
+                said = status
         closing = threading.Thread(target=self._close_fabric, name="closing", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
