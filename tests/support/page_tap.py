@@ -29,8 +29,8 @@ class Taken:
     """One request's memory on the devices of its dp rank.
 
     `pages` are all that it leases, `fresh` (bool) those that no request held before since `poison`;
-    `rows` [tp, layers, heads, planes, tokens, values] what they
-    hold, in the order of the tokens; `contexts` [tp, hidden size].
+    `rows` [tp, layers, heads, planes, tokens, values] what they hold, in the order of the tokens;
+    `contexts` [tp, hidden size].
     """
 
     request: str
@@ -218,9 +218,10 @@ class PageTap:
         self._on_loop(fill, seconds)
 
     def strays(self, seconds: float) -> list[str]:
-        """Where memory changed since `poison` that no request held, or that one held already.
+        """Where memory changed since `poison` and should not have; the node must be idle.
 
-        The node must be idle. Page 0 takes the writes of padding rows.
+        That is in pages that no request held (but page 0, which takes the writes of padding rows),
+        and in the prompts' rows of a request that was ready.
         """
         found: list[str] = []
 
