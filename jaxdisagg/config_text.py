@@ -1,7 +1,7 @@
 """Nodes and deployments from the words of a command line, and from TOML."""
 
 import tomllib
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,27 +73,38 @@ def node_from_toml(table: dict[str, Any], base: NodeConfig) -> NodeConfig:
     values: dict[str, Any] = asdict(base)
     for key, value in table.items():
         inner = values.get(key)
-        if key not in values:
-            raise ValueError(f"{key}: unknown; a node has {', '.join(sorted(values))}")
-        if isinstance(inner, dict) and isinstance(value, dict):
-            unknown = sorted(set(value) - set(inner))
-            if unknown:
-                raise ValueError(f"{key}.{unknown[0]}: unknown; {key} has {', '.join(inner)}")
-            values[key] = inner | value
-        else:
-            values[key] = value
+        both = isinstance(inner, dict) and isinstance(value, dict)
+        values[key] = inner | value if both else value
     return decode_node(values)
 
 
 def decode_node(values: Any) -> NodeConfig:
-    """A node from plain values (of JSON or TOML). Raises ValueError naming what does not fit."""
+    """A node from plain values (of JSON or TOML).
+
+    Raises ValueError naming an unknown key, or a value of another type.
+    """
 
     def path(kind: type, value: Any) -> Any:
         if kind is Path and isinstance(value, str | Path):
             return Path(value)
         raise ValueError(f"expected a path, got {value!r}")
 
+    if isinstance(values, dict):
+        _check_keys(values, NodeConfig, "")
     return msgspec.convert(values, NodeConfig, dec_hook=path)
+
+
+def _check_keys(values: dict[str, Any], kind: type, inside: str) -> None:
+    known = {f.name: f.type for f in fields(kind)}
+    for key, value in values.items():
+        if key not in known:
+            place = f"{inside}.{key}" if inside else key
+            raise ValueError(
+                f"{place}: unknown; {inside or 'a node'} has {', '.join(sorted(known))}"
+            )
+        inner = known[key]
+        if isinstance(value, dict) and isinstance(inner, type) and is_dataclass(inner):
+            _check_keys(value, inner, key)
 
 
 def serve_from_toml(

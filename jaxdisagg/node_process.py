@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,19 @@ from jaxdisagg.process_setup import end_with_parent, pin, set_environment
 def encode_config(node: NodeConfig) -> str:
     """The node's configuration as the process takes it."""
     return msgspec.json.encode(node, enc_hook=str).decode()
+
+
+def read_config(arguments: Sequence[str]) -> NodeConfig:
+    """The configuration in a process's arguments. Raises ValueError naming what does not fit."""
+    if len(arguments) != 1:
+        raise ValueError(
+            f"{len(arguments)} arguments; expected one: the fields of NodeConfig as a JSON object"
+        )
+    try:
+        values = msgspec.json.decode(arguments[0])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"the node's configuration is not JSON: {error}") from None
+    return decode_node(values)
 
 
 def take_stdout() -> Callable[[dict[str, Any]], None]:
@@ -52,7 +65,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     say = take_stdout()
     try:
-        node = decode_node(msgspec.json.decode(sys.argv[1]))
+        node = read_config(sys.argv[1:])
         pin(node)
         end_with_parent()
         set_environment(node, _cache_folder())
