@@ -118,9 +118,7 @@ def test_a_prefill_node_that_dies_ends_its_requests_by_the_count(sides, build, t
         sides["decode"].ask("connect", name="d", fabric=[address])
         os.kill(doomed.pid, signal.SIGSTOP)
         order = {"name": "d", "prompts": [prompt(length, 1)], "max_tokens": 2}
-        sides["decode"].send("generate", orders=[order])
-        os.kill(doomed.pid, signal.SIGKILL)
-        ((answer,),) = sides["decode"].answer("generate")
+        ((answer,),) = sides["decode"].ask("generate", orders=[order], kill=doomed.pid)
     assert answer["status"] == 502, answer
     assert "the prefill node p was lost" in answer["error"]
     assert f"0 of {expected} page-writes had arrived" in answer["error"]

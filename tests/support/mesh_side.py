@@ -12,26 +12,25 @@ import functools
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # read when jax is first imported, below
 
 import jax
-import numpy as np
 import plan_damage
 import sentinel_model
 from nodes import engine_for, node_config, wait_until
-from page_tap import PageTap, Taken
+from page_tap import PageTap
+from side_answers import answer_to, described
 
-from jaxdisagg.api import GenerationRequest, RequestError, SamplingParams
+from jaxdisagg.api import GenerationRequest, SamplingParams
 from jaxdisagg.assembly import DecodeParts, MixedParts, PrefillParts
 from jaxdisagg.config import BatchConfig, CacheConfig, MeshConfig, Timeouts
-from jaxdisagg.decode_node import DecodeNode
 from jaxdisagg.model_loading import load_model
 from jaxdisagg.page_pool import PagePool
 from jaxdisagg.prefill_node import PrefillNode
@@ -41,7 +40,7 @@ Parts = PrefillParts | DecodeParts | MixedParts
 
 DEVICES = 8
 BATCH = {"chunks": (64,), "decode_rows": (8,), "max_model_len": 256}
-TIMEOUTS = {"prefill": 30.0, "connect": 5.0, "queue": 30.0, "cancel_fence": 3.0}
+TIMEOUTS = {"prefill": 60.0, "connect": 5.0, "queue": 60.0, "cancel_fence": 3.0}
 
 
 class MeshSide:
@@ -138,21 +137,34 @@ class MeshSide:
         wait_until(settled, f"{name} is connected to {', '.join(fabric)}", seconds)
         return peers.state()
 
-    def generate(self, orders: list[dict[str, Any]], seconds: float = 90.0) -> list[Any]:
+    def generate(
+        self, orders: list[dict[str, Any]], kill: int | None = None, seconds: float = 90.0
+    ) -> list[Any]:
         """Serve the prompts of several orders, all at once: an answer per prompt of each order.
 
         An order names the node, `prompts`, `max_tokens`, the `prefix` of its requests' ids and
         perhaps the prefill node, as `via`, and after how many seconds each client leaves (`leave`).
         An answer has the request's id, its tokens, their logprobs, and by how much the least
         certain one was the likeliest; or the id, the status and the text of its error; or the id
-        and that the client has `left`.
+        and that the client has `left`. Process `kill` is killed when all requests await prefill.
         """
 
         async def run() -> list[Any]:
-            async with asyncio.timeout(seconds):
-                return await asyncio.gather(*(self._serve(**order) for order in orders))
+            async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
+                if kill is not None:
+                    tasks.create_task(self._kill_when_awaiting(kill, orders))
+                served = [tasks.create_task(self._serve(**order)) for order in orders]
+            return [each.result() for each in served]
 
         return asyncio.run(run())
+
+    async def _kill_when_awaiting(self, process: int, orders: list[dict[str, Any]]) -> None:
+        def awaiting() -> bool:
+            nodes = [(self._decode(o["name"]).messenger, len(o["prompts"])) for o in orders]
+            return all(len(node.state()["awaiting"]) == count for node, count in nodes)
+
+        await asyncio.to_thread(wait_until, awaiting, "all requests await prefill")
+        os.kill(process, signal.SIGKILL)
 
     async def _serve(
         self,
@@ -173,7 +185,7 @@ class MeshSide:
             for i, prompt in enumerate(prompts)
         ]
         seconds = leave or [None] * len(orders)
-        return await asyncio.gather(*map(functools.partial(_answer, node), orders, seconds))
+        return await asyncio.gather(*map(functools.partial(answer_to, node), orders, seconds))
 
     def taken(
         self,
@@ -188,7 +200,7 @@ class MeshSide:
         """
         tap = self._taps[name]
         found = tap.wait(tap.attempts() if attempts is None else attempts, seconds)
-        return [_described(taken, name, folder) for taken in found]
+        return [described(taken, name, folder) for taken in found]
 
     def poison(self, name: str, seconds: float = 15.0) -> None:
         """Overwrite all pages and contexts of a node, once it is idle."""
@@ -237,41 +249,6 @@ class MeshSide:
             free = functools.partial(lambda p: p.counts().free == p.counts().total, pool)
             wait_until(free, f"the pages of {name} are free", seconds)
             pool.check()
-
-
-async def _answer(
-    node: DecodeNode, order: GenerationRequest, leave: float | None
-) -> dict[str, Any]:
-    """The answer to a prompt, or the error that it got, if the client did not leave before."""
-    tokens, logprobs, gaps = [], [], []
-    try:
-        async with asyncio.timeout(leave), aclosing(node.generate(order)) as outputs:
-            async for output in outputs:
-                tokens.append(output.token)
-                logprobs.append(output.logprob)
-                gaps.append(output.top[0][1] - output.top[1][1])
-    except RequestError as error:
-        return {"id": order.id, "status": error.status, "error": str(error)}
-    except TimeoutError:
-        return {"id": order.id, "left": True}
-    return {"id": order.id, "tokens": tokens, "logprobs": logprobs, "gap": min(gaps)}
-
-
-def _described(taken: Taken, node: str, folder: str | None) -> dict[str, Any]:
-    file = None
-    if folder is not None:
-        file = str(Path(folder) / f"{node}-{taken.attempt}.npz")
-        np.savez(file, rows=taken.rows, contexts=taken.contexts)
-    return {
-        "request": taken.request,
-        "attempt": taken.attempt,
-        "dp_rank": taken.dp_rank,
-        "pages": taken.pages.tolist(),
-        "fresh": taken.fresh.tolist(),
-        "checksums": taken.checksums(),
-        "contexts": taken.context_checksums(),
-        "file": file,
-    }
 
 
 def _tuple(value: Any) -> Any:
