@@ -95,9 +95,10 @@ def ended(processes, seconds):
 
 @pytest.fixture(scope="module")
 def qwen(folder):
-    """Two processes of one rank each; tests that break it mend it."""
+    """Two processes of one rank and one CPU each; tests that break it mend it."""
     made = folder("qwen3_serving")
-    with deployment_of(made, MeshConfig(tp=2, processes=2)) as deployment:
+    cpus = tuple(sorted(os.sched_getaffinity(0))[:2])
+    with deployment_of(made, MeshConfig(tp=2, processes=2, cpus=cpus)) as deployment:
         yield deployment, golden_serving.load("qwen3_serving", made)
 
 
@@ -112,6 +113,11 @@ def test_two_processes_answer_as_transformers_does(qwen):
     deployment, golden = qwen
     check_golden(deployment, golden)
     check_processes(deployment, [[0, 0], [1, 1]])
+    (node,) = deployment.nodes
+    for i, process in enumerate((node, *node.followers)):
+        tasks = os.listdir(f"/proc/{process.process.pid}/task")
+        masks = {frozenset(os.sched_getaffinity(int(task))) for task in tasks}
+        assert masks == {frozenset(node.config.mesh.cpus_of(i))}
     metrics = httpx.get(f"{deployment.nodes[0].url}/metrics").text
     assert 'jaxdisagg_engine_state{name="processes.1.compiles_after_warm_up"} 0.0' in metrics
 
