@@ -13,6 +13,8 @@ PROVIDERS = ("auto", "efa", "verbs", "tcp", "net", "tcp;ofi_rxm")
 # The engine's MAX_DOMAINS; importing that imports numpy, whose threads start at once, and a process
 # reads its configuration before it is pinned.
 MAX_NICS = 64
+# A socket takes a deadline of less than a microsecond for none, jax's watch takes an int32.
+LEAST_SECONDS, MOST_SECONDS = 1e-3, 1e7
 DEFAULT_MODEL_LEN = 2048
 DEFAULT_PORT = 8000
 
@@ -133,8 +135,11 @@ class Timeouts:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            if getattr(self, f.name) <= 0:
-                raise ValueError(f"{f.name}={getattr(self, f.name)} must be positive (seconds)")
+            value = getattr(self, f.name)
+            if not LEAST_SECONDS <= value <= MOST_SECONDS:  # also nan
+                raise ValueError(
+                    f"{f.name}={value} must be in {LEAST_SECONDS:g}..{MOST_SECONDS:g} (seconds)"
+                )
 
 
 @dataclass(frozen=True)
@@ -204,6 +209,8 @@ class NodeConfig:
             if self.process:
                 raise ValueError(f"group: process {self.process} must know where process 0 listens")
             return
+        if self.mesh.processes == 1:
+            raise ValueError(f"group={self.group!r}: a node of one process has no others")
         host, _, port = self.group.rpartition(":")
         if not host or not is_number(port):
             raise ValueError(f"group={self.group!r} must be HOST:PORT")

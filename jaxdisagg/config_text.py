@@ -37,11 +37,13 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 def parse_node(text: str, base: NodeConfig) -> NodeConfig:
     """A node from `tp=2,dp=1,cpus=0-1,pages=512`; what is left out comes from `base`.
 
-    Raises ValueError naming an unknown key or a bad value.
+    Raises ValueError naming an unknown key, one that comes twice, or a bad value.
     """
     mesh, cache, node = {}, {}, {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, eq, value = item.partition("=")
+        if key in mesh or key in cache or key in node:
+            raise ValueError(f"{key} comes twice in {text!r}")
         if key == "cpus" and eq:
             mesh["cpus"] = parse_cpus(value)
             continue
