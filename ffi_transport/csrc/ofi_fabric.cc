@@ -115,20 +115,20 @@ class OfiFabric : public Fabric {
 
   Result<std::unique_ptr<Domain>> open_domain(const std::string& name) override {
     if (fi_info* info = find(infos_.get(), name)) {
-      return open(info, name.empty() ? info->domain_attr->name : name);
+      return open(info, name.empty() ? info->domain_attr->name : name, delivery_complete_);
     }
     // The bind address's interface is not the only one.
-    bool ignored;
+    bool delivery_complete = false;
     InfoPtr infos(nullptr, InfoFreer{api_});
     if (!candidate_.ip) {
       // All domains were listed.
     } else if (in_addr address; inet_pton(AF_INET, name.c_str(), &address) == 1) {
       // Asked first: the provider itself takes any address, and its endpoints then fail.
-      if (is_own(address)) infos = probe(api_, candidate_, name.c_str(), &ignored);
-      if (fi_info* info = find(infos.get(), "")) return open(info, name);
+      if (is_own(address)) infos = probe(api_, candidate_, name.c_str(), &delivery_complete);
+      if (fi_info* info = find(infos.get(), "")) return open(info, name, delivery_complete);
     } else {
-      infos = probe(api_, candidate_, nullptr, &ignored);
-      if (fi_info* info = find(infos.get(), name)) return open(info, name);
+      infos = probe(api_, candidate_, nullptr, &delivery_complete);
+      if (fi_info* info = find(infos.get(), name)) return open(info, name, delivery_complete);
     }
     return Status(Code::kUnavailable,
                   "provider " + name_ + " has no domain '" + name + "'; it has: " + offered());
@@ -205,7 +205,8 @@ class OfiFabric : public Fabric {
                   std::string(what) + " of provider " + name_ + ": " + api_->error(status));
   }
 
-  Result<std::unique_ptr<Domain>> open(fi_info* info, const std::string& name) {
+  Result<std::unique_ptr<Domain>> open(fi_info* info, const std::string& name,
+                                       bool delivery_complete) {
     auto state = std::make_shared<OfiDomainState>();
     state->api = api_;
     state->info = InfoPtr(api_->dupinfo(info), InfoFreer{api_});
@@ -227,9 +228,9 @@ class OfiFabric : public Fabric {
     limits.send_depth = tx.size;
     limits.receive_depth = state->info->rx_attr->size;
     limits.local_descriptors = state->mr_mode(FI_MR_LOCAL);
-    limits.delivery_complete = delivery_complete_;
+    limits.delivery_complete = delivery_complete;
     state->write_flags = FI_REMOTE_CQ_DATA | FI_COMPLETION |
-                         (delivery_complete_ ? FI_DELIVERY_COMPLETE : FI_TRANSMIT_COMPLETE);
+                         (delivery_complete ? FI_DELIVERY_COMPLETE : FI_TRANSMIT_COMPLETE);
     return std::unique_ptr<Domain>(std::make_unique<OfiDomain>(name, std::move(state)));
   }
 
