@@ -9,7 +9,6 @@ from jaxdisagg.config import NodeConfig
 from jaxdisagg.decode_messenger import DecodeMessenger
 from jaxdisagg.decode_node import DecodeNode
 from jaxdisagg.event_pump import EventPump
-from jaxdisagg.fabric import open_fabric as open_fabric
 from jaxdisagg.group.decode_fabric import DecodeFabric
 from jaxdisagg.group.gathering import gather
 from jaxdisagg.group.leader import LeaderGroup

@@ -28,11 +28,12 @@ from jaxdisagg.decode_node import DecodeNode
 from jaxdisagg.group.decode_fabric import DecodeFabric
 from jaxdisagg.hello import NodeHello
 from jaxdisagg.messages import MessageError
+from jaxdisagg.page_spans import pages_for
 from jaxdisagg.prefill_peers import PrefillPeer, PrefillPeers
 from jaxdisagg.prefill_reports import PrefillReports
 from jaxdisagg.prefiller import Prefiller
 from jaxdisagg.process_shares import expected_units
-from jaxdisagg.transfer_plan import pages_for, plan
+from jaxdisagg.transfer_plan import plan
 
 log = logging.getLogger(__name__)
 

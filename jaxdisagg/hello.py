@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from jaxdisagg.transfer_plan import CacheLayout, plan
+from jaxdisagg.cache_layout import CacheLayout
+from jaxdisagg.transfer_plan import plan
 
 PROTOCOL_VERSION = 3
 MAX_PROCESSES = 4096

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from jaxdisagg.hello import PROTOCOL_VERSION, Count, MemberHello, NodeHello
-from jaxdisagg.transfer_plan import pages_for
+from jaxdisagg.page_spans import pages_for
 
 SLOT_LIMIT = 1 << 20
 MAX_TOKEN_ID = (1 << 31) - 1

@@ -11,9 +11,10 @@ from typing import cast
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.config import NodeConfig
 from jaxdisagg.mesh import expert_axes, split_tp
-from jaxdisagg.transfer_plan import CacheLayout, plan
+from jaxdisagg.transfer_plan import plan
 from models.interface import CacheSpec, ModelConfig, ModelFamily
 from models.registry import load_config
 from models.sharding import MESH_AXES, ShardingRules, load_rules, make_rules

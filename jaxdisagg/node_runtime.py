@@ -12,8 +12,9 @@ from typing import Any
 
 from ffi_transport.engine import TransferEngine
 from jaxdisagg.announce import Announcer, NodeInfo
-from jaxdisagg.assembly import DecodeParts, MixedParts, PrefillParts, open_fabric
+from jaxdisagg.assembly import DecodeParts, MixedParts, PrefillParts
 from jaxdisagg.config import NodeConfig
+from jaxdisagg.fabric import open_fabric
 from jaxdisagg.group.errors import GroupError
 from jaxdisagg.group.key import group_key
 from jaxdisagg.group.leader import LeaderGroup

@@ -18,11 +18,11 @@ from jaxdisagg.config import NodeConfig
 from jaxdisagg.loop import StepLoop
 from jaxdisagg.messages import Prefill
 from jaxdisagg.page_pool import Lease, PagePool
+from jaxdisagg.page_spans import pages_for
 from jaxdisagg.prefill_messenger import PrefillMessenger
 from jaxdisagg.request import Life, PrefillState, prefill_life
 from jaxdisagg.runner import ModelRunner, PrefillResult
 from jaxdisagg.scheduler import PrefillJob, PrefillScheduler
-from jaxdisagg.transfer_plan import pages_for
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from jaxdisagg import messages
 from jaxdisagg.group.decode_fabric import DecodeFabric
 from jaxdisagg.group.node_fabric import Pair
 from jaxdisagg.hello import NodeHello, compatibility
-from jaxdisagg.transfer_plan import pages_for
+from jaxdisagg.page_spans import pages_for
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 """Which process of a node holds which devices: equal shares of them, in rank order."""
 
-from jaxdisagg.transfer_plan import CacheLayout, TransferPlan
+from jaxdisagg.cache_layout import CacheLayout
+from jaxdisagg.transfer_plan import TransferPlan
 
 
 def process_of(ordinal: int, devices: int, processes: int) -> int:

@@ -11,11 +11,12 @@ import numpy as np
 
 from ffi_transport.types import PageUnit, PlanWrite
 from jaxdisagg.cache import PagedCache
+from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.messages import unpack
 from jaxdisagg.planned_request import PlannedRequest
 from jaxdisagg.process_shares import process_of
 from jaxdisagg.registration import RemoteCache
-from jaxdisagg.transfer_plan import CacheLayout, TransferPlan, plan
+from jaxdisagg.transfer_plan import TransferPlan, plan
 
 
 class StepPlanner:

@@ -19,7 +19,6 @@ import numpy as np
 
 from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.page_spans import PageSpans, page_spans
-from jaxdisagg.page_spans import pages_for as pages_for
 
 MAX_UNIT_BYTES = 1 << 20
 """A run of bytes longer than this is listed as several units: no write is longer."""

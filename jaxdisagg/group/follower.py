@@ -17,8 +17,9 @@ import jax
 
 from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import TransportError
-from jaxdisagg.assembly import make_runner, open_fabric
+from jaxdisagg.assembly import make_runner
 from jaxdisagg.config import NodeConfig
+from jaxdisagg.fabric import open_fabric
 from jaxdisagg.group.channel import FollowerChannel
 from jaxdisagg.group.errors import GroupError
 from jaxdisagg.group.fabric_messages import FileStep, LeaderWord

@@ -22,6 +22,7 @@ from ffi_transport.types import (
     TriggerFault,
 )
 from jaxdisagg.cache import PagedCache
+from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.config import NodeConfig
 from jaxdisagg.event_pump import EventPump
 from jaxdisagg.group import fabric_messages as words
@@ -34,7 +35,6 @@ from jaxdisagg.planned_request import PlannedRequest
 from jaxdisagg.registration import RemoteCache, register_cache
 from jaxdisagg.runner import ModelRunner
 from jaxdisagg.step_plans import StepPlanner
-from jaxdisagg.transfer_plan import CacheLayout
 
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from typing import Any
 from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import PeerLost
 from ffi_transport.types import Event, PlanWrite, TransferEnded
+from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.group.fabric_messages import (
     CancelPart,
     Fault,
@@ -34,7 +35,7 @@ from jaxdisagg.planned_request import PlannedRequest
 from jaxdisagg.process_shares import process_of
 from jaxdisagg.registration import RemoteCache
 from jaxdisagg.step_plans import StepPlanner
-from jaxdisagg.transfer_plan import CacheLayout, plan
+from jaxdisagg.transfer_plan import plan
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxdisagg.cache_layout import CacheLayout
-from jaxdisagg.config import NodeConfig
+from jaxdisagg.config import MAX_NICS, NodeConfig
 from jaxdisagg.config_text import parse_node
 from jaxdisagg.model_fit import ModelFit, fit_config
 from jaxdisagg.sweep.compute import Device, LayerWork, active_parameters, layer_work
@@ -16,6 +16,8 @@ from jaxdisagg.sweep.overlap import Stage, overlap
 from jaxdisagg.sweep.shapes import ModelShapes
 from jaxdisagg.sweep.tables import count
 from jaxdisagg.transfer_plan import Traffic, TransferPlan, plan, traffic
+
+MAX_STEPS = 4096  # of a prompt: each is gone through, layer by layer
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,6 @@ class Question:
             f"{source} NIC{'s' * (source > 1)} a prefill device, {destination} a decode device; "
             f"a prompt in {step}"
         )
-
-
-MAX_NICS = 64  # of one engine
-MAX_STEPS = 4096  # of a prompt: each is gone through, layer by layer
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from leases import lent
 from nodes import CHUNK, PAGE, Pair, generate_all, mixed, timing_of, wait_until
 
 from jaxdisagg.config import BatchConfig, Timeouts
-from jaxdisagg.transfer_plan import pages_for
+from jaxdisagg.page_spans import pages_for
 
 TOLERANCE = 1e-3
 FEW = BatchConfig(chunks=(CHUNK,), decode_rows=(8,), max_model_len=256)

@@ -10,8 +10,8 @@ from nodes import CHUNK, PAGE, Pair, generate_all, timing_of, wait_until
 
 from jaxdisagg.api import GenerationRequest, RequestError, SamplingParams
 from jaxdisagg.config import BatchConfig, CacheConfig, Timeouts
+from jaxdisagg.page_spans import pages_for
 from jaxdisagg.registration import RemoteCache
-from jaxdisagg.transfer_plan import pages_for
 
 LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 1)
 

@@ -19,6 +19,7 @@ from ffi_transport import _native
 from ffi_transport.engine import TransferEngine
 from ffi_transport.types import EngineConfig, Event
 from jaxdisagg.cache import Shard
+from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.event_pump import EventPump
 from jaxdisagg.group import messages as channel
 from jaxdisagg.group.decode_fabric import DecodeFabric
@@ -30,7 +31,6 @@ from jaxdisagg.hello import NodeHello
 from jaxdisagg.process_shares import devices_of
 from jaxdisagg.registration import register_cache
 from jaxdisagg.step_plans import StepPlanner
-from jaxdisagg.transfer_plan import CacheLayout
 
 PAGES = 16
 ROWS = 4

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from jaxdisagg.config import BatchConfig, CacheConfig, MeshConfig, NodeConfig, ServeConfig, Timeouts
+from ffi_transport.types import MAX_DOMAINS
+from jaxdisagg.config import (
+    MAX_NICS,
+    BatchConfig,
+    CacheConfig,
+    MeshConfig,
+    NodeConfig,
+    ServeConfig,
+    Timeouts,
+)
 from jaxdisagg.config_text import parse_cpus, parse_node, serve_from_toml
 
 BASE = NodeConfig(role="decode", model=Path("m"))
@@ -166,3 +175,7 @@ def test_toml_that_says_something_else_is_named(tmp_path, text, message):
     file.write_text(text)
     with pytest.raises(ValueError, match=message):
         serve_from_toml(file, BASE)
+
+
+def test_a_node_may_name_as_many_nics_as_an_engine_opens():
+    assert MAX_NICS == MAX_DOMAINS

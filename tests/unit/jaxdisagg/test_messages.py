@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.hello import (
     PROTOCOL_VERSION,
     ContextBuffers,
@@ -32,7 +33,7 @@ from jaxdisagg.messages import (
     pack,
     unpack,
 )
-from jaxdisagg.transfer_plan import CacheLayout, pages_for
+from jaxdisagg.page_spans import pages_for
 
 LAYOUT = CacheLayout("gqa", layers=3, kv_heads=4, head_dim=64, page_size=16, itemsize=4, tp=2, dp=2)
 PAGES = 40

@@ -10,10 +10,10 @@ import golden_cases
 import numpy as np
 import pytest
 
+from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.config import CacheConfig, MeshConfig, NodeConfig, ServeConfig
 from jaxdisagg.deployment import Deployment, DeploymentError
 from jaxdisagg.model_fit import check_nodes, fit_model
-from jaxdisagg.transfer_plan import CacheLayout
 
 
 @pytest.fixture(scope="module")

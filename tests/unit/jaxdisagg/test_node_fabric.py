@@ -17,11 +17,12 @@ from ffi_transport.types import (
     TransferEnded,
     TriggerFault,
 )
+from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.hello import MemberHello, NodeHello
 from jaxdisagg.messages import decode_greeting, encode, pack
 from jaxdisagg.planned_request import PlannedRequest
 from jaxdisagg.process_shares import ranks_of
-from jaxdisagg.transfer_plan import CacheLayout, plan
+from jaxdisagg.transfer_plan import plan
 
 TOKENS = 36  # of prompt; 35 are sent, in 3 pages of 16
 TOTAL = TOKENS - 1

@@ -10,7 +10,8 @@ from plan_layouts import cuts, pairs, seeds
 from plan_oracle import make_request
 
 from jaxdisagg import step_plans
-from jaxdisagg.transfer_plan import CacheLayout, PlanUnit, TransferPlan, check, plan
+from jaxdisagg.cache_layout import CacheLayout
+from jaxdisagg.transfer_plan import PlanUnit, TransferPlan, check, plan
 
 BASE = CacheLayout("gqa", layers=2, kv_heads=4, head_dim=4, page_size=3, itemsize=2, tp=2)
 

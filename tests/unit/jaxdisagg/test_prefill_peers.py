@@ -7,10 +7,10 @@ import pytest
 from nodes import wait_until
 
 from ffi_transport.errors import PeerLost, TransferTimeout
+from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.hello import NodeHello
 from jaxdisagg.messages import encode
 from jaxdisagg.prefill_peers import PrefillPeers
-from jaxdisagg.transfer_plan import CacheLayout
 
 
 def hello(role="prefill", name="p0", **more):

@@ -2,8 +2,8 @@
 
 import pytest
 
+from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.process_shares import devices_of, process_of, ranks_of
-from jaxdisagg.transfer_plan import CacheLayout
 
 
 @pytest.mark.parametrize(
