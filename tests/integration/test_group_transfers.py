@@ -196,11 +196,26 @@ def test_a_request_that_waits_shows_what_each_process_expects_and_has(core):
     free_again(deployment, "prefill-0", "decode-0")
 
 
-@pytest.mark.parametrize("node", ["prefill-0", "decode-0"])
-def test_the_death_of_one_process_ends_its_node_and_frees_the_other(core, node):
-    """In time, with an error that says what was lost; and the node comes back."""
+def test_a_process_that_does_not_arm_fails_the_request_by_name(core):
+    """PREFILL never went out, so the node serves on when the process goes on."""
     deployment, _ = core
-    expected = complete(deployment.url, LONG).json()["choices"][0]["text"]
+    (follower,) = deployment.node("decode-0").followers
+    before = state(deployment, "prefill-0")["outcomes"]
+    os.kill(follower.process.pid, signal.SIGSTOP)
+    try:
+        answer = complete(deployment.url, LONG)
+    finally:
+        os.kill(follower.process.pid, signal.SIGCONT)
+    assert answer.status_code == 504, answer.text
+    text = f"process 1 of decode-0 did not arm its counter within {TIMEOUTS.connect:g} s"
+    assert text in answer.json()["error"]["message"]
+    assert state(deployment, "prefill-0")["outcomes"] == before
+    assert complete(deployment.url, LONG).status_code == 200
+    free_again(deployment, "prefill-0", "decode-0")
+
+
+def killed(deployment, node):
+    """Kill a node's second process while requests await prefill; returns what those are told."""
     (follower,) = deployment.node("prefill-0").followers
     (victim,) = deployment.node(node).followers
     with ThreadPoolExecutor(3) as pool:
@@ -213,16 +228,19 @@ def test_the_death_of_one_process_ends_its_node_and_frees_the_other(core, node):
         if victim is not follower:
             os.kill(follower.process.pid, signal.SIGCONT)
         answers = [future.result(timeout=30) for future in waiting]
-    for answer in answers:
-        assert answer.status_code >= 500, answer.text
-        text = answer.json()["error"]["message"]
-        wanted = "the prefill node prefill-0 was lost" if node == "prefill-0" else "process 1"
-        assert wanted in text
-    other = "decode-0" if node == "prefill-0" else "prefill-0"
-    free_again(deployment, other)
-    leader = deployment.node(node)
-    assert leader.process.wait(timeout=20) != 0
-    deployment.restart(node)
+    assert deployment.node(node).process.wait(timeout=20) != 0, "the node has ended as a whole"
+    assert min(answer.status_code for answer in answers) >= 500
+    return [answer.json()["error"]["message"] for answer in answers]
+
+
+def test_the_death_of_one_process_ends_a_prefill_node_which_comes_back(core):
+    deployment, _ = core
+    expected = complete(deployment.url, LONG).json()["choices"][0]["text"]
+    told = killed(deployment, "prefill-0")
+    assert all("the prefill node prefill-0 was lost" in text for text in told), told
+    assert all("page-writes had arrived, 0 of" in text for text in told), "by process"
+    free_again(deployment, "decode-0")
+    deployment.restart("prefill-0")
     wait_until(
         lambda: httpx.get(f"{deployment.url}/health").status_code == 200, "the router can answer"
     )
@@ -230,6 +248,15 @@ def test_the_death_of_one_process_ends_its_node_and_frees_the_other(core, node):
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == expected
     free_again(deployment, "prefill-0", "decode-0")
+
+
+def test_the_death_of_one_process_ends_a_decode_node_and_frees_the_prefill_nodes_pages(core):
+    """The last test of `core`, whose decode node it ends."""
+    deployment, _ = core
+    told = killed(deployment, "decode-0")
+    assert all("process 1" in text for text in told), told
+    free_again(deployment, "prefill-0")
+    assert state(deployment, "prefill-0")["failure"] is None
 
 
 @pytest.mark.slow
