@@ -402,6 +402,27 @@ def test_nodes_connect_again_after_a_fence():
         arrived(both.decode, 0)
 
 
+def test_the_loss_of_one_node_leaves_another_alone():
+    with Both(gqa(2), gqa(2)) as both:
+        gone, first = both.at_prefill, both.decode
+        both.begin(both.request(), slot=5)
+        both.decode = Side("decode", gqa(2), 2, hello={"node": "decode-1"})
+        both.sides = (*both.sides, both.decode)
+        both.connect()
+        both.run_until(lambda: both.at_prefill != gone and both.whole(), "the other is known")
+        fill(both.prefill, 0)
+        both.begin(both.request(), slot=6)
+        first.engines[1].fence(1)
+        both.run_until(lambda: both.prefill.of(PeerLostEvent), "one is lost")
+        assert [event.peer for event in both.prefill.of(PeerLostEvent)] == [gone]
+        both.filed(both.steps)
+        for step in range(1, both.steps + 1):
+            both.prefill.fire(step)
+        both.run_until(lambda: both.decode.of(CounterReached), "the other's count is reached")
+        arrived(both.decode, 0)
+        assert not first.bytes(0, 0).any(), "nothing was written to the one that was lost"
+
+
 def test_a_link_that_does_not_come_about_is_named_and_the_others_are_closed():
     with Both(gqa(2), gqa(2), link=False) as both:
         stranger = Side("decode", gqa(2))
