@@ -13,8 +13,9 @@ from jaxdisagg.group.decode_fabric import DecodeFabric
 from jaxdisagg.group.gathering import gather
 from jaxdisagg.group.leader import LeaderGroup
 from jaxdisagg.group.messages import WarmedUp
-from jaxdisagg.group.node_fabric import Group, NodeFabric, OneProcess
+from jaxdisagg.group.node_fabric import NodeFabric
 from jaxdisagg.group.prefill_fabric import PrefillFabric
+from jaxdisagg.group.processes import Group, OneProcess
 from jaxdisagg.hello import NodeHello
 from jaxdisagg.local_prefiller import LocalPrefiller
 from jaxdisagg.model_fit import cache_layout

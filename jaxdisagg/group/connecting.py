@@ -1,8 +1,12 @@
-"""Links to the processes of another node, each of which must say that it is who it should be."""
+"""One process's links to those of other nodes: made, left, fenced.
 
+Whoever answers must say that it is who it should be.
+"""
+
+import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from ffi_transport.engine import TransferEngine
@@ -10,6 +14,8 @@ from ffi_transport.errors import TransportError
 from jaxdisagg.group.fabric_messages import Linked
 from jaxdisagg.hello import MemberHello
 from jaxdisagg.messages import decode_greeting
+
+log = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 16
 
@@ -53,6 +59,24 @@ def _link(
         engine.disconnect(found)
         raise
     return found
+
+
+def leave_links(engine: TransferEngine, links: Iterable[int]) -> None:
+    """Take leave of links that nothing was written over; of one that is gone already, too."""
+    for link in links:
+        try:
+            engine.disconnect(link)
+        except TransportError as error:
+            log.debug("link %d was not left: %s", link, error)
+
+
+def fence_links(engine: TransferEngine, links: Iterable[int]) -> None:
+    """Close links at once; of one that is gone already, too."""
+    for link in links:
+        try:
+            engine.fence(link)
+        except TransportError as error:
+            log.debug("fence of link %d: %s", link, error)
 
 
 class LinkAnswers:

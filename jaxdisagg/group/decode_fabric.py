@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ffi_transport.engine import TransferEngine
-from ffi_transport.errors import PeerLost, TransferTimeout, TransportError
+from ffi_transport.errors import PeerLost, TransferTimeout
 from ffi_transport.types import CounterOvershoot, CounterReached, Event
-from jaxdisagg.group.connecting import LinkAnswers, link_all
+from jaxdisagg.group.connecting import LinkAnswers, leave_links, link_all
 from jaxdisagg.group.fabric_messages import (
     Arm,
     Armed,
@@ -29,7 +29,8 @@ from jaxdisagg.group.fabric_messages import (
     Tally,
     Unlink,
 )
-from jaxdisagg.group.node_fabric import Group, NodeFabric, Pair, Peer
+from jaxdisagg.group.node_fabric import NodeFabric, Pair, Peer
+from jaxdisagg.group.processes import Group
 from jaxdisagg.hello import NodeHello
 
 log = logging.getLogger(__name__)
@@ -147,11 +148,7 @@ class DecodeFabric(NodeFabric):
         for process, ids in theirs.items():
             if process:
                 self.group.send(process, Unlink(tuple(ids)))
-        for link in theirs.get(0, ()):
-            try:
-                self.engine.disconnect(link)
-            except TransportError as error:
-                log.debug("link %d was not left: %s", link, error)
+        leave_links(self.engine, theirs.get(0, ()))
 
     def admit(self, peer_id: int, hello: NodeHello, links: Mapping[Pair, int]) -> None:
         """A node with all its links is a peer from now on. PeerLost if one of them is gone."""

@@ -26,7 +26,7 @@ from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.config import NodeConfig
 from jaxdisagg.event_pump import EventPump
 from jaxdisagg.group import fabric_messages as words
-from jaxdisagg.group.connecting import link_all
+from jaxdisagg.group.connecting import fence_links, leave_links, link_all
 from jaxdisagg.group.node_transfer import part_ended
 from jaxdisagg.hello import MemberHello
 from jaxdisagg.messages import MessageError, decode_greeting, decode_hello, encode
@@ -97,13 +97,16 @@ class FollowerFabric:
             case words.Introduce():
                 hello = MemberHello(word.node, word.epoch, self._process)
                 self._engine.set_hello(encode(hello))
-            case words.LinkTo() | words.Unlink():
-                # These wait for others; counters and cancellations do not.
-                act = self._link if isinstance(word, words.LinkTo) else self._unlink
-                threading.Thread(target=act, args=(word,), name="links", daemon=True).start()
+            # These two wait for others; counters and cancellations do not.
+            case words.LinkTo():
+                threading.Thread(target=self._link, args=(word,), name="link", daemon=True).start()
+            case words.Unlink():
+                leaving = self._engine, word.links
+                threading.Thread(
+                    target=leave_links, args=leaving, name="leave", daemon=True
+                ).start()
             case words.Fence():
-                for link in word.links:
-                    self._fence(link)
+                fence_links(self._engine, word.links)
             case words.Arm():
                 self._arm(word)
             case words.Disarm():
@@ -137,19 +140,6 @@ class FollowerFabric:
                 tuple(problems.get(process, "") for process in processes),
             )
         )
-
-    def _unlink(self, word: words.Unlink) -> None:
-        for link in word.links:
-            try:
-                self._engine.disconnect(link)
-            except TransportError as error:
-                log.debug("link %d was not left: %s", link, error)
-
-    def _fence(self, link: int) -> None:
-        try:
-            self._engine.fence(link)
-        except TransportError as error:
-            log.debug("fence of link %d: %s", link, error)
 
     def _arm(self, word: words.Arm) -> None:
         problem = ""
@@ -233,7 +223,7 @@ class FollowerFabric:
             hello = decode_greeting(event.hello)
         except MessageError as error:
             log.error("refused a peer at %s: %s", event.address, error)
-            self._fence(event.peer)
+            fence_links(self._engine, [event.peer])
             return
         if self._planner is None:
             log.warning("a node at %s greeted this decode node; it is not served", event.address)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxdisagg.group.fabric_messages import Registered
-from jaxdisagg.group.node_fabric import Group
+from jaxdisagg.group.processes import Group
 from jaxdisagg.hello import ContextBuffers, Region
 
 REGISTER_SECONDS = 60.0

@@ -14,20 +14,20 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ffi_transport.engine import TransferEngine
-from ffi_transport.errors import TransportError
 from ffi_transport.types import Event, MessageReceived, PeerConnected, PeerLostEvent, TriggerFault
+from jaxdisagg.group.connecting import fence_links
 from jaxdisagg.group.fabric_messages import (
     Fault,
     Fence,
     FollowerWord,
     Introduce,
-    LeaderWord,
     LinkLost,
     Tally,
 )
+from jaxdisagg.group.processes import Group
 from jaxdisagg.hello import NodeHello
 from jaxdisagg.messages import encode
 
@@ -36,48 +36,10 @@ log = logging.getLogger(__name__)
 KEPT_LOSSES = 1024
 
 Pair = tuple[int, int]
-"""A process of this node and one of a peer; or a process of this node and a link of its engine."""
+"""A process of this node and one of a peer."""
 
-
-class Group(Protocol):
-    """The processes of a node, as their leader reaches them."""
-
-    @property
-    def size(self) -> int:
-        """Processes of the node, the leader among them."""
-
-    def on(self, kind: type[Any], handler: Callable[[int, Any], None]) -> None:
-        """Call `handler(process, message)` for every message of a kind, on a reader thread."""
-
-    def send(self, process: int, message: LeaderWord) -> None:
-        """Send to one follower, in order, without waiting."""
-
-    def broadcast(self, message: LeaderWord) -> None:
-        """Send to every follower, in order, without waiting."""
-
-    def collect[M](self, kind: type[M], timeout: float) -> dict[int, M]:
-        """One message of a kind from each follower; raises an error naming who said nothing."""
-        ...
-
-
-class OneProcess:
-    """The group of a node of one process."""
-
-    size = 1
-
-    def on(self, kind: type[Any], handler: Callable[[int, Any], None]) -> None:
-        """Nobody will ever say anything."""
-
-    def send(self, process: int, message: LeaderWord) -> None:
-        """There is nobody. Raises ValueError."""
-        raise ValueError(f"process={process}: this node has one process")
-
-    def broadcast(self, message: LeaderWord) -> None:
-        """There is nobody."""
-
-    def collect[M](self, kind: type[M], timeout: float) -> dict[int, M]:
-        """Nobody says anything."""
-        return {}
+Place = tuple[int, int]
+"""A process of this node and one of its engine's peers: where a link is."""
 
 
 @dataclass(eq=False)
@@ -118,8 +80,8 @@ class NodeFabric(ABC):
         self.name = name
         self._fence_s = fence_s
         self._peers: dict[int, Peer] = {}
-        self._owner: dict[Pair, Peer] = {}
-        self._lost: OrderedDict[Pair, str] = OrderedDict()
+        self._owner: dict[Place, Peer] = {}
+        self._lost: OrderedDict[Place, str] = OrderedDict()
         self._tallies: dict[int, Tally] = {}
         self._post: Callable[[Callable[[], None]], None] | None = None
         self._handle: Callable[[Event], None] | None = None
@@ -247,12 +209,8 @@ class NodeFabric(ABC):
         """Fence links of one process."""
         if process:
             self.group.send(process, Fence(tuple(links)))
-            return
-        for link in links:
-            try:
-                self.engine.fence(link)
-            except TransportError as error:
-                log.debug("fence of link %d: %s", link, error)
+        else:
+            fence_links(self.engine, links)
 
     def send(self, peer_id: int, payload: bytes) -> None:
         """Queue a message for a peer's leader. Raises what `TransferEngine.send` does."""

@@ -28,8 +28,9 @@ from jaxdisagg.group.fabric_messages import (
     PlanRefused,
     Tally,
 )
-from jaxdisagg.group.node_fabric import Group, NodeFabric, Pair, Peer
+from jaxdisagg.group.node_fabric import NodeFabric, Pair, Peer, Place
 from jaxdisagg.group.node_transfer import NodeTransfer, part_ended
+from jaxdisagg.group.processes import Group
 from jaxdisagg.hello import NodeHello
 from jaxdisagg.planned_request import PlannedRequest
 from jaxdisagg.process_shares import process_of
@@ -70,9 +71,10 @@ class PrefillFabric(NodeFabric):
         self._layout = layout
         self._stranger_s = stranger_s
         self._remotes: dict[int, RemoteCache] = {}
-        self._strangers: dict[Pair, _Stranger] = {}
+        self._strangers: dict[Place, _Stranger] = {}
         self._transfers: dict[int, NodeTransfer] = {}
-        self._parts: dict[int, Pair] = {}
+        # Of each native transfer here: whose part it is, and to which process there.
+        self._parts: dict[int, tuple[int, int]] = {}
         self._opened = 0
         self.turned_away: list[str] = []
         super().__init__(engine, group, name=name, fence_s=fence_s)
