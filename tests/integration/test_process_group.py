@@ -24,7 +24,7 @@ from jaxdisagg.group.key import KEY_VARIABLE
 from jaxdisagg.node_process import encode_config
 
 TOLERANCE = 1e-3
-MEMBER_SECONDS = 4.0
+MEMBER_SECONDS = 8.0
 FEW = BatchConfig(chunks=(CHUNK,), decode_rows=(8,), max_model_len=256)
 
 
@@ -136,7 +136,7 @@ def test_a_killed_follower_fails_the_node_which_names_it(qwen):
             error = answer.json()["error"]
             assert error["code"] == "node_failed"
             assert "process 1 closed its connection" in error["message"]
-    assert ended([node], 15.0) == [1]
+    assert ended([node], 30.0) == [1]
     restart(deployment)
     check_golden(deployment, golden)
 
@@ -150,10 +150,10 @@ def test_a_hung_follower_is_noticed_in_time(qwen):
         waiting = pool.submit(complete, deployment.url, [65], 200)
         wait_until(lambda: state(deployment)["requests"].get("decoding") == 1, "one decodes")
         os.kill(follower.process.pid, signal.SIGSTOP)
-        answer = waiting.result(timeout=MEMBER_SECONDS + 10.0)
+        answer = waiting.result(timeout=MEMBER_SECONDS + 30.0)
     assert answer.status_code == 503, answer.text
     assert f"process 1 said nothing for {MEMBER_SECONDS:g} s" in answer.json()["error"]["message"]
-    assert ended([node], 20.0) == [1]
+    assert ended([node], 30.0) == [1]
     assert follower.process.poll() is None, "it cannot end: it is stopped"
     restart(deployment)  # which ends what is left of the old node
     assert follower.process.poll() == -signal.SIGKILL
@@ -164,7 +164,7 @@ def test_followers_of_a_killed_leader_end_and_a_stop_is_clean(qwen):
     deployment, _ = qwen
     (node,) = deployment.nodes
     node.process.kill()
-    (code,) = ended(node.followers, 10.0)
+    (code,) = ended(node.followers, 20.0)
     assert code != 0
     restart(deployment)
     processes = [deployment.nodes[0], *deployment.nodes[0].followers]
