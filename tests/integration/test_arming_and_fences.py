@@ -4,6 +4,7 @@ The pair here has one process a side; its fabric is made to answer when the test
 """
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from nodes import Pair, generate_all, wait_until
 
 from ffi_transport.types import CounterOvershoot
+from jaxdisagg import messages
 from jaxdisagg.api import GenerationRequest, RequestError
 from jaxdisagg.config import BatchConfig
 
@@ -27,7 +29,6 @@ def whole(golden_folder):
 @pytest.fixture
 def pair(whole):
     """Serves before and after each test, with all pages free."""
-    whole.sent = whole.prefill.node.state()["outcomes"].get("done", 0)
     yield whole
     wait_until(lambda: whole.decode.messenger.unavailable() is None, "connected")
     assert len(generate_all(whole.decode.node, [PROMPT], 3)[0].tokens) == 3
@@ -36,20 +37,37 @@ def pair(whole):
 
 @pytest.fixture
 def arming(pair, monkeypatch):
-    """Counters arm, but the answers wait here: a list of the calls that bring them."""
-    fabric, held = pair.decode.messenger._fabric, []
-    arm = fabric.arm
+    """Counters arm, but the answers wait here: a list of the calls that bring them.
+
+    `sent` of it is what goes to the prefill node.
+    """
+    fabric, held = pair.decode.messenger._fabric, Answers()
+    arm, send = fabric.arm, fabric.send
 
     def later(slot, expected, then):
         arm(slot, expected, lambda problem: held.append((then, problem)))
 
+    def record(peer, payload):
+        held.sent.append(type(messages.decode(payload)))
+        send(peer, payload)
+
     monkeypatch.setattr(fabric, "arm", later)
+    monkeypatch.setattr(fabric, "send", record)
     yield held
     monkeypatch.undo()
 
 
-def done(pair):
-    return pair.prefill.node.state()["outcomes"].get("done", 0) - pair.sent
+class Answers(list):
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+
+
+def on_loop(pair, call):
+    """Run a call on the decode node's loop; returns when it has run."""
+    ran = threading.Event()
+    pair.decode.node.post(lambda: (call(), ran.set()))
+    assert ran.wait(30)
 
 
 async def begun(pair, name, tokens=3):
@@ -61,14 +79,14 @@ def test_prefill_is_sent_when_all_have_armed(pair, arming):
     async def run():
         stream, first = await begun(pair, "armed")
         await asyncio.to_thread(wait_until, lambda: arming, "armed")
-        assert pair.prefill.node.state()["requests"] == {}, "nothing was sent"
+        assert arming.sent == []
         ((then, problem),) = arming
         pair.decode.node.post(lambda: then(problem))
         await first
         await stream.aclose()
 
     asyncio.run(run())
-    assert done(pair) == 1
+    assert arming.sent[0] is messages.Prefill
 
 
 def test_a_client_that_leaves_before_is_over_at_once(pair, arming):
@@ -84,9 +102,8 @@ def test_a_client_that_leaves_before_is_over_at_once(pair, arming):
     asyncio.run(run())
     pair.idle()
     ((then, problem),) = arming
-    pair.decode.node.post(lambda: then(problem))
-    pair.idle()
-    assert done(pair) == 0
+    on_loop(pair, lambda: then(problem))
+    assert arming.sent == []
 
 
 def test_what_went_wrong_while_arming_is_the_requests_error(pair, arming):
@@ -102,7 +119,7 @@ def test_what_went_wrong_while_arming_is_the_requests_error(pair, arming):
 
     asyncio.run(run())
     pair.idle()
-    assert done(pair) == 0
+    assert arming.sent == []
 
 
 def test_a_peer_lost_while_arming_ends_the_request(pair, arming):
@@ -114,11 +131,11 @@ def test_a_peer_lost_while_arming_ends_the_request(pair, arming):
         with pytest.raises(RequestError, match="for a test"):
             await first
         ((then, problem),) = arming
-        pair.decode.node.post(lambda: then(problem))
+        on_loop(pair, lambda: then(problem))
 
     asyncio.run(run())
     pair.idle()
-    assert done(pair) == 0
+    assert arming.sent == []
 
 
 def test_what_has_arrived_is_told_by_process(pair, monkeypatch):

@@ -305,6 +305,16 @@ def parts(both, transfer):
     return both.prefill.prefill._transfers[transfer].open
 
 
+def test_the_end_of_one_part_before_its_time_ends_the_others():
+    with Both(gqa(2), gqa(2)) as both:
+        both.begin(both.request())
+        both.filed(2)
+        (native,) = both.prefill.group.followers[1]._native
+        both.prefill.engines[1].cancel_transfer(native)
+        both.run_until(lambda: both.prefill.of(TransferEnded), "all parts have ended")
+        assert [e.status for e in both.prefill.of(TransferEnded)] == ["cancelled"]
+
+
 def test_a_plan_that_one_process_refuses_fails_the_transfer_in_all():
     with Both(gqa(2), gqa(2)) as both:
         both.arm(5, (1, 1))
@@ -447,6 +457,19 @@ def test_a_link_that_does_not_come_about_is_named_and_the_others_are_closed():
                 assert f"process {here} has no link to process 1 of prefill-0" in text
             both.run_until(lambda: not both.prefill.prefill._owner, "no link is left")
         assert not fabric._peers
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_link_that_is_lost_before_its_peer_is_known_is_not_missed(process):
+    with Both(gqa(2), gqa(2), link=False) as both:
+        fabric = both.decode.decode
+        peer = fabric.connect(both.prefill.address, 5.0)
+        links = fabric.link(peer, both.prefill.address, both.prefill.hello, 5.0)
+        both.decode.engines[process].fence(links[process, 1])
+        both.run_until(lambda: fabric._lost, "its loss is told")
+        with pytest.raises(PeerLost, match=f"between process {process} here and process 1 there"):
+            fabric.admit(peer, both.prefill.hello, links)
+        both.run_until(lambda: not fabric._peers, "its other links are closed too")
 
 
 def test_a_follower_that_does_not_answer_is_named_and_its_late_links_are_left():
