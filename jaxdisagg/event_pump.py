@@ -16,7 +16,8 @@ class EventPump:
     """A thread that waits for the engine's events (without the GIL) and hands them on in order.
 
     `fail` is told why, should the events not be readable any more: a node that does not hear of
-    counts and losses must not go on. `idle` is called after each wait, with or without events.
+    counts and losses must not go on. `after_wait` is called after each wait, whether events came
+    or not.
     """
 
     def __init__(
@@ -25,12 +26,12 @@ class EventPump:
         deliver: Callable[[Sequence[Event]], None],
         fail: Callable[[str], None],
         name: str,
-        idle: Callable[[], None] = lambda: None,
+        after_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._deliver = deliver
         self._fail = fail
-        self._idle = idle
+        self._after_wait = after_wait
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -49,7 +50,7 @@ class EventPump:
                 events = self._engine.poll(POLL_SECONDS)
                 if events:
                     self._deliver(events)
-                self._idle()
+                self._after_wait()
         except Exception as error:
             log.exception("the fabric's events cannot be read")
             self._fail(f"the fabric's events cannot be read: {error}")

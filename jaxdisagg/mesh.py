@@ -59,9 +59,10 @@ def make_mesh(
 
 
 def node_devices(count: int, processes: int) -> list[jax.Device]:
-    """`count` devices of a node in rank order, an equal share from each of its processes.
+    """A node's devices in rank order, an equal share of `count` from each of its processes.
 
-    Raises ValueError when jax knows another number of processes, or one of them has fewer.
+    Of one process all that it has, of which its mesh takes the first `count`. Raises ValueError
+    when jax knows another number of processes, or one of them has fewer.
     """
     if processes == 1:
         return jax.local_devices()

@@ -17,11 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ffi_transport.types import MAX_UNIT_BYTES
 from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.page_spans import PageSpans, page_spans
-
-MAX_UNIT_BYTES = 1 << 20
-"""A run of bytes longer than this is listed as several units: no write is longer."""
 
 MAX_SPAN_UNITS = 1 << 12
 """Page sizes that cut each other into more units a period are refused: a plan must stay short."""

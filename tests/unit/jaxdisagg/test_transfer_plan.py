@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from plan_layouts import cuts, lengths, pairs, seeds
 from plan_oracle import CONTEXT_BYTES, make_request
 
+from ffi_transport.types import MAX_UNIT_BYTES
 from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.page_spans import pages_for
 from jaxdisagg.process_shares import process_of
 from jaxdisagg.transfer_plan import (
     MAX_SPAN_UNITS,
-    MAX_UNIT_BYTES,
     PlanUnit,
     check,
     plan,
