@@ -15,6 +15,8 @@ PROVIDERS = ("auto", "efa", "verbs", "tcp", "net", "tcp;ofi_rxm")
 MAX_NICS = 64
 # A socket takes a deadline of less than a microsecond for none, jax's watch takes an int32.
 LEAST_SECONDS, MOST_SECONDS = 1e-3, 1e7
+# Tokens. A page is cut into units, all of which a transfer plan lists.
+MAX_PAGE_SIZE = 1 << 20
 DEFAULT_MODEL_LEN = 2048
 DEFAULT_PORT = 8000
 
@@ -84,6 +86,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         _at_least(1, page_size=self.page_size)
+        if self.page_size > MAX_PAGE_SIZE:
+            raise ValueError(f"page_size={self.page_size} must be at most {MAX_PAGE_SIZE}")
         _at_least(2, pages=self.pages)
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from jaxdisagg.bench.report import environment, write_json
+from jaxdisagg.bench.report import check_json, environment, write_json
 from jaxdisagg.config import BatchConfig, CacheConfig, NodeConfig
 from jaxdisagg.config_text import parse_node, parse_numbers
 from jaxdisagg.process_setup import set_host_devices
@@ -265,8 +265,7 @@ def main(
 ) -> None:
     """Time prefill and decode steps on each mesh, prefill with the trigger on and off."""
     try:
-        if json is not None and not json.parent.is_dir():
-            raise ValueError(f"--json: no folder {json.parent}")
+        check_json(json)
         sizes, rows_, contexts = (
             parse_numbers(chunks, "chunks"),
             parse_numbers(batch, "batch"),

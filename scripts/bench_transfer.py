@@ -14,7 +14,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ffi_transport.errors import TransportError
-from jaxdisagg.bench.report import environment, write_json
+from jaxdisagg.bench.report import check_json, environment, write_json
 from jaxdisagg.bench.transfer import Bench, measure
 from jaxdisagg.bench.transfer_side import Side, two_cores
 
@@ -66,8 +66,10 @@ def main(
         raise typer.BadParameter("--pages: 1 to 1024 KiB, and at most the buffer")
     if provider == "loopback":
         raise typer.BadParameter("--provider: loopback stays within one process")
-    if json_file is not None and not json_file.parent.is_dir():
-        raise typer.BadParameter(f"--json: no folder {json_file.parent}")
+    try:
+        check_json(json_file)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     sender, receiver = (
         Side(
             provider=provider,

@@ -18,7 +18,7 @@ from made_models import MADE, default_nodes, made, model_folder
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jaxdisagg.bench.report import environment, write_json
+from jaxdisagg.bench.report import check_json, environment, write_json
 from jaxdisagg.config import CacheConfig, NodeConfig
 from jaxdisagg.config_text import parse_numbers
 from jaxdisagg.process_setup import set_host_devices
@@ -147,8 +147,7 @@ def main(
     """Predict what each pair of meshes moves and how long it takes; with --run, count it too."""
     logging.basicConfig(level=os.environ.get("JAXDISAGG_LOG", "ERROR"))
     try:
-        if json is not None and not json.parent.is_dir():
-            raise ValueError(f"--json: no folder {json.parent}")
+        check_json(json)
         if png is not None:
             check_plot(png)
         defaults = default_nodes(Path(config))

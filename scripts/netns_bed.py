@@ -24,7 +24,7 @@ from ffi_transport.errors import TransportError
 from jaxdisagg.bench.netns import Bed, BedUnavailable
 from jaxdisagg.bench.netns_bars import BAR_PAGE, add_speed_ups, missed_bars
 from jaxdisagg.bench.netns_nodes import SplitError, prompts, run_split, run_whole
-from jaxdisagg.bench.report import environment, write_json
+from jaxdisagg.bench.report import check_json, environment, write_json
 from jaxdisagg.config_text import parse_numbers
 from jaxdisagg.deployment import DeploymentError
 from jaxdisagg.start_progress import print_error
@@ -184,8 +184,7 @@ def main(
             raise ValueError(
                 f"megabytes={megabytes}: {seconds:.0f} s at {rate} Mbit/s, at most {MAX_SECONDS}"
             )
-        if json_file is not None and not json_file.parent.is_dir():
-            raise ValueError(f"json: no folder {json_file.parent}")
+        check_json(json_file)
         if check and not (transfer and BAR_PAGE in sizes and (1, 1) in pairs):
             raise ValueError("check: there are bars for 64 KiB pages, beside one NIC at each side")
         if nodes and made(model) is None and not (model / "config.json").is_file():

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ffi_transport.topology.machine import Nic, NicKind, PciDevice, Topology, pci_address
 
+MAX_DEVICES = 4096
 UNKNOWN = -256
 """The closeness of what is not known to be near: below that of any NUMA distance."""
 
@@ -121,8 +122,8 @@ def _names(devices: Sequence[str] | int) -> list[str]:
 
 def _places(topology: Topology, devices: Sequence[str] | int) -> list[PciDevice | None]:
     if isinstance(devices, int):
-        if devices < 1:
-            raise ValueError(f"devices: {devices} is not a positive number")
+        if not 1 <= devices <= MAX_DEVICES:
+            raise ValueError(f"devices: {devices} is not a number from 1 to {MAX_DEVICES}")
         return [None] * devices
     if not devices:
         raise ValueError("devices: none are named")

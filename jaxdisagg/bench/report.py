@@ -29,6 +29,14 @@ def environment(**more: Any) -> dict[str, Any]:
     }
 
 
+def check_json(path: Path | None) -> None:
+    """Raise ValueError if rows could not be written there in the end; None is nowhere."""
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"--json: no folder {path.parent}")
+    if path is not None and path.is_dir():
+        raise ValueError(f"--json: {path} is a folder")
+
+
 def write_json(path: Path, environment: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
     """Write {"environment": ..., "rows": [...]} to `path`."""
     document = {"environment": environment, "rows": list(rows)}

@@ -111,6 +111,7 @@ def test_what_does_not_fit_has_a_line_and_the_rest_its_rows(capsys, tmp_path: Pa
         ({"mtp": True}, "mtp: this model has no MTP module"),
         ({"rules": Path("/none.toml")}, "no such file: /none.toml"),
         ({"json": Path("/none/rows.json")}, "--json: no folder /none"),
+        ({"json": Path("/")}, "--json: / is a folder"),
         ({"png": Path("/none/rows.png")}, "--png: no folder /none"),
         ({"png": Path("rows.svg")}, "--png: rows.svg must end in .png"),
     ],

@@ -235,6 +235,7 @@ def test_missing_permission_is_named(monkeypatch, tools, root):
         (("--rate", "10"), "megabytes=64: 54 s at 10 Mbit/s, at most 30"),
         (("--check", "--nics", "2"), "check: there are bars for 64 KiB pages"),
         (("--json", "/nonexistent/rows.json"), "json: no folder /nonexistent"),
+        (("--json", "/"), "json: / is a folder"),
     ],
 )
 def test_bad_options_are_answered_in_a_line(arguments, message):

@@ -164,7 +164,8 @@ def test_named_nics(tmp_path):
 @pytest.mark.parametrize(
     ("devices", "nics", "message"),
     [
-        (0, (), "devices: 0 is not a positive number"),
+        (0, (), "devices: 0 is not a number from 1 to 4096"),
+        (4097, (), "devices: 4097 is not a number from 1 to 4096"),
         ([], (), "devices: none are named"),
         (["gpu0"], (), "devices: 'gpu0' is no PCI address"),
         (["0000:11:00.0"], (), "devices: 0000:11:00.0 is no accelerator of this machine; it has 0"),

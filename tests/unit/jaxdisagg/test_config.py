@@ -50,6 +50,7 @@ def test_a_node_from_the_command_line():
         ("pages=1", "pages=1 must be at least 2"),
         ("tp=4,processes=3", r"processes=3 must divide the dp\*tp=4 devices"),
         ("processes=2", r"processes=2 must divide the dp\*tp=1 devices"),
+        ("page_size=1048577", "page_size=1048577 must be at most 1048576"),
         ("tp=2,processes=0", "processes=0 must be at least 1"),
         ("tp=2,dp=2,tp=4", "tp comes twice in 'tp=2,dp=2,tp=4'"),
         ("nics=eth0,nics=eth1", "nics comes twice"),
