@@ -102,6 +102,11 @@ class CacheLayout:
         """Bytes of one page of one layer on one rank: contiguous, since heads come first."""
         return self.kv_heads // self.shards * self.head_bytes
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token takes on one rank, all layers."""
+        return self.layers * self.shard_bytes // self.page_size
+
     def ordinal(self, dp_rank: int, rank: int) -> int:
         """The device's number in the node: devices are dp-major."""
         return dp_rank * self.tp + rank

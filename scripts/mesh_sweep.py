@@ -159,8 +159,9 @@ def main(
         nics = parse_nics(nics_per_device)
         # jax takes a second, which `--help` and a wrong option need not wait for.
         from jaxdisagg.sweep.compute import Device
-        from jaxdisagg.sweep.predict import Load, Question, check_tokens, headline
+        from jaxdisagg.sweep.predict import Load, Question, check_tokens
         from jaxdisagg.sweep.shapes import find_config, read_shapes
+        from jaxdisagg.sweep.words import headline
 
         load = Load(lengths, requests)
         question = Question(Device(tflops, mfu), nics, tuple(nic_gbps), chunk, seeds)
@@ -183,7 +184,7 @@ def main(
         targets = sides(decode, replace(base, role="decode"), shapes)
         rows = predicted(sources, targets, lengths, question)
         about = [
-            headline(side, shapes.name)
+            headline(side.fit, shapes.name)
             for _, side in (*sources, *targets)
             if not isinstance(side, str)
         ][:1]

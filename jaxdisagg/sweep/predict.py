@@ -6,15 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.config import MAX_NICS, NodeConfig
 from jaxdisagg.config_text import parse_node
 from jaxdisagg.model_fit import ModelFit, fit_config
-from jaxdisagg.sweep.compute import Device, LayerWork, active_parameters, layer_work
+from jaxdisagg.sweep.compute import Device, LayerWork, layer_work
 from jaxdisagg.sweep.nics import NicLoad, imbalance, nic_load
 from jaxdisagg.sweep.overlap import Stage, overlap
 from jaxdisagg.sweep.shapes import ModelShapes
-from jaxdisagg.sweep.tables import count
+from jaxdisagg.sweep.words import mapping
 from jaxdisagg.transfer_plan import Traffic, TransferPlan, plan, traffic
 
 MAX_STEPS = 4096  # of a prompt: each is gone through, layer by layer
@@ -138,8 +137,8 @@ def predict(prefill: Side, decode: Side, tokens: int, question: Question) -> dic
         "decode": decode.text,
         "tokens": tokens,
         "dtype": prefill.fit.config.dtype,
-        "prefill_cache_bytes_per_token": bytes_per_token(source),
-        "decode_cache_bytes_per_token": bytes_per_token(destination),
+        "prefill_cache_bytes_per_token": source.token_bytes,
+        "decode_cache_bytes_per_token": destination.token_bytes,
         "page_writes": int(moved.units.sum()),
         "bytes": int(moved.bytes.sum()),
         "unit_bytes": [min(lengths), max(lengths)],
@@ -149,11 +148,6 @@ def predict(prefill: Side, decode: Side, tokens: int, question: Question) -> dic
         "mapping": mapping(first),
         "times": _times(prefill, first, tokens, question, loads[0]),
     }
-
-
-def bytes_per_token(layout: CacheLayout) -> int:
-    """Bytes that a token takes in the cache of one device, all layers."""
-    return layout.layers * layout.shard_bytes // layout.page_size
 
 
 def _balance(side: str, loads: list[np.ndarray]) -> dict[str, Any]:
@@ -223,58 +217,3 @@ def _stages(
         for begin, end, part in chunks
         for number, work in enumerate(works)
     ]
-
-
-def headline(side: Side, name: str) -> str:
-    """The model in a line: its cache and its parameters."""
-    layout = side.fit.layout
-    whole = bytes_per_token(replace(layout, tp=1, dp=1))
-    everything, met = active_parameters(side.fit)
-    heads = f"{layout.kv_heads} KV heads of" if layout.kind == "gqa" else "a latent of"
-    total, of_it = (count(n).replace("G", "B") for n in (everything, met))  # as people say it
-    some = f" ({of_it} for a token)" if met < everything else ""
-    return (
-        f"{name}: {total} parameters{some}, {layout.layers} layers with {heads} "
-        f"{layout.head_dim}, {side.fit.config.dtype}: {whole:,} cache bytes a token"
-    )
-
-
-def mapping(planned: TransferPlan) -> str:
-    """In words how page shards become page shards, counted from a plan."""
-    source, destination = planned.source, planned.destination
-    ours, theirs = source.page_size, destination.page_size
-    cut_pages = "" if ours == theirs else f"; pages of {ours} and {theirs} tokens are cut at both"
-    writers = {
-        rank: {u.source_rank for u in planned.units if u.destination_rank == rank}
-        for rank in range(destination.tp)
-    }
-    readers = {
-        rank: {u.destination_rank for u in planned.units if u.source_rank == rank}
-        for rank in range(source.tp)
-    }
-    most = max(map(len, readers.values()))
-    sending = sum(bool(found) for found in readers.values())
-    if source.kind == "mla":
-        ranks = (
-            f"each of {destination.tp} decode ranks" if destination.tp > 1 else "the decode rank"
-        )
-        chosen = ", chosen by the seed" if sending < source.tp else ""
-        return (
-            f"MLA: {ranks} gets a copy of every latent page; {sending} of {source.tp} prefill "
-            f"ranks send it{chosen}, {most} {'copies' if most > 1 else 'copy'} at most{cut_pages}"
-        )
-    parts = max(map(len, writers.values()))
-    cut = len(source.heads_of(0)) // len(destination.heads_of(0))
-    if parts > 1:
-        said = [f"rebuilt: a decode rank's page comes in parts from {parts} prefill ranks"]
-    elif cut > 1:
-        said = [f"split: a prefill rank's page is cut by heads into {cut}"]
-    else:
-        said = ["a page's heads are the same on both sides"]
-    if destination.replicas > 1:
-        said.append(f"{destination.replicas} decode ranks get copies of the same heads")
-    if source.replicas > 1:
-        said.append(
-            f"one of {source.replicas} prefill ranks with the same heads sends, by the seed"
-        )
-    return f"GQA: {'; '.join(said)}{cut_pages}"

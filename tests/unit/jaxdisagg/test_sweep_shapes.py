@@ -9,8 +9,9 @@ from repository import REPOSITORY
 
 from jaxdisagg.config import NodeConfig
 from jaxdisagg.sweep.compute import Device, active_parameters, layer_work
-from jaxdisagg.sweep.predict import bytes_per_token, check_tokens, fit_side, headline
+from jaxdisagg.sweep.predict import check_tokens, fit_side
 from jaxdisagg.sweep.shapes import find_config, known_names, read_shapes
+from jaxdisagg.sweep.words import headline
 
 CONFIGS = REPOSITORY / "scripts" / "model_configs"
 BASE = NodeConfig(role="mixed", model=Path("none"))
@@ -56,19 +57,21 @@ def test_every_kept_config_has_the_published_number_of_parameters():
     ],
 )
 def test_cache_bytes_of_a_token_on_a_device(name, mesh, expected):
-    assert bytes_per_token(side(name, mesh).fit.layout) == expected
+    assert side(name, mesh).fit.layout.token_bytes == expected
 
 
 def test_dtype_and_mtp_change_the_cache_as_they_do_a_nodes():
-    assert bytes_per_token(side("qwen3-30b", "tp=1", dtype="float32").fit.layout) == 2 * 98_304
-    assert bytes_per_token(side("deepseek-r1", "tp=8", mtp=True).fit.layout) == 62 * 576 * 2
+    assert side("qwen3-30b", "tp=1", dtype="float32").fit.layout.token_bytes == 2 * 98_304
+    assert side("deepseek-r1", "tp=8", mtp=True).fit.layout.token_bytes == 62 * 576 * 2
 
 
 def test_the_headline_says_what_the_model_is():
-    text = headline(side("qwen3-coder-480b", "tp=8"), "qwen3-coder-480b")
+    text = headline(side("qwen3-coder-480b", "tp=8").fit, "qwen3-coder-480b")
     assert "62 layers with 8 KV heads of 128, bfloat16: 253,952 cache bytes a token" in text
     assert "480 B parameters (35.5 B for a token)" in text
-    assert "61 layers with a latent of 576" in headline(side("deepseek-r1", "tp=8"), "deepseek-r1")
+    assert "61 layers with a latent of 576" in headline(
+        side("deepseek-r1", "tp=8").fit, "deepseek-r1"
+    )
 
 
 def test_the_work_of_a_layer_is_that_of_its_matrices():
