@@ -351,10 +351,13 @@ class DecodeNode(StepLoop):
         )
         return min((t for t in times if t is not None), default=None)
 
-    def on_failure(self, reason: str) -> None:
-        """A step failed: its donated cache is gone. Stop all writers, fail every request."""
+    def fence(self, reason: str) -> None:
+        """A step failed: its donated cache is gone. Stop all writers."""
         if self.prefiller is not None:
             self.prefiller.close(reason)
+
+    def on_failure(self, reason: str) -> None:
+        """Fail every request."""
         error = RequestError(503, f"the node has failed: {reason}", code="node_failed")
         for active in list(self._active.values()):
             active.stream.fail(error)

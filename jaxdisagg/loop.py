@@ -25,6 +25,7 @@ class StepLoop(ABC):
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._failing = threading.Lock()
+        self._failed = False
         self.failure: str | None = None
         # Of a node of several processes: may say which of them an exception comes from.
         self.explain: Callable[[str], str] = lambda reason: reason
@@ -40,8 +41,12 @@ class StepLoop(ABC):
         """The next time (of `time.monotonic`) at which `tick` has something to do by itself."""
 
     @abstractmethod
+    def fence(self, reason: str) -> None:
+        """An exception ended the stepping: let nobody read or write this node's memory (R19)."""
+
+    @abstractmethod
     def on_failure(self, reason: str) -> None:
-        """An exception ended the stepping: fail what is open. Calls that are posted still run."""
+        """After `fence`: fail what is open. Calls that are posted still run."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -66,16 +71,19 @@ class StepLoop(ABC):
         """
         self.fail(reason)
         deadline = time.monotonic() + timeout
-        while self.failure is None and time.monotonic() < deadline:
+        while not self._failed and time.monotonic() < deadline:
             time.sleep(0.01)
         self._give_up(reason)
 
     def _give_up(self, reason: str) -> None:
+        """The first call decides. The fence does not wait for an explanation, which takes time."""
         with self._failing:
-            if self.failure is not None:
+            if self._failed:
                 return
-            self.failure = reason
-        self.on_failure(reason)
+            self._failed = True
+        self.fence(reason)
+        self.failure = self.explain(reason)
+        self.on_failure(self.failure)
 
     def stop(self, timeout: float) -> bool:
         """End the thread after its present tick. Returns whether it ended in time."""
@@ -109,7 +117,7 @@ class StepLoop(ABC):
         except Exception as error:
             # Whatever went wrong, the device state is unknown: fail what is open, say why, end.
             log.exception("the step loop failed")
-            self._give_up(self.explain(f"{type(error).__name__}: {error}"))
+            self._give_up(f"{type(error).__name__}: {error}")
             while not self._stopping.is_set():
                 try:
                     self._drain(MAX_WAIT)  # what is still posted must be answered, if only by no

@@ -255,9 +255,12 @@ class PrefillNode(StepLoop):
         other = self.messenger.next_deadline()
         return min([*times, *([] if other is None else [other])], default=None)
 
-    def on_failure(self, reason: str) -> None:
+    def fence(self, reason: str) -> None:
         """A failed step may have unmapped the cache: fence all peers before anything else (R19)."""
         self.messenger.close(reason)
+
+    def on_failure(self, reason: str) -> None:
+        """Nothing waits here: decode nodes have lost this one by the fence."""
 
     # ---- for other threads -------------------------------------------------------------------
 

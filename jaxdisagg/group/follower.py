@@ -74,6 +74,8 @@ class Follower:
         self._ordered: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._end_lock = threading.Lock()
+        self._close_lock = threading.Lock()
+        self._closed = False
         self._error: str | None = None
         self._fabric: FollowerFabric | None = None
         self._runner: ModelRunner | None = None
@@ -107,6 +109,11 @@ class Follower:
         raise GroupError(self._error)
 
     def _close_fabric(self) -> None:
+        """End the transfer engine, and with it every link; once."""
+        with self._close_lock:
+            if self._closed:
+                return
+            self._closed = True
         if self._fabric is not None:
             self._fabric.close()
         elif self._engine is not None:
@@ -131,6 +138,8 @@ class Follower:
             self._end(message.reason or None)
         elif isinstance(message, ORDERED):
             self._ordered.put(message)
+        elif self._closed:
+            return  # it ends
         elif isinstance(message, LeaderWord) and self._fabric is not None:
             self._fabric.handle(message)
         else:
@@ -152,6 +161,7 @@ class Follower:
 
     def _fail_unless_told(self, reason: str) -> None:
         """Fail; but if another process is gone, which breaks collectives, the leader says which."""
+        self._close_fabric()  # at once: the cache may be unmapped (R19)
         if not self._ended.wait(EXPLAIN_SECONDS):
             self.fail(reason)
 

@@ -165,6 +165,7 @@ class Hanging(StepLoop):
         self.hanging = threading.Event()
         self.free = threading.Event()
         self.failures: list[tuple[str, str]] = []
+        self.fenced: list[str] = []
 
     def tick(self, now: float) -> bool:
         if self.hang.is_set():
@@ -175,6 +176,10 @@ class Hanging(StepLoop):
 
     def next_deadline(self) -> float | None:
         return None
+
+    def fence(self, reason: str) -> None:
+        assert self.failure is None, "the fence comes first"
+        self.fenced.append(reason)
 
     def on_failure(self, reason: str) -> None:
         self.failures.append((threading.current_thread().name, reason))
@@ -206,14 +211,15 @@ def test_a_loop_that_runs_fails_by_itself():
 
 def test_an_exception_is_explained():
     loop = Hanging()
-    loop.explain = lambda reason: f"process 2 is why ({reason})"
+    loop.explain = lambda reason: f"process 2 is why ({reason}), {loop.fenced}"
     loop.hang.set()
     loop.free.set()
     loop.start()
     loop.post(lambda: None)
     assert loop.hanging.wait(WAIT)
     assert loop.stop(WAIT)
-    assert loop.failure == "process 2 is why (RuntimeError: connection reset)"
+    reason = "RuntimeError: connection reset"
+    assert loop.failure == f"process 2 is why ({reason}), ['{reason}']"
 
 
 def test_a_message_that_no_handler_wants_is_kept_by_kind():
