@@ -10,8 +10,8 @@ from typing import Any
 from jaxdisagg.active import ActiveRequest
 from jaxdisagg.decode_node import DecodeNode
 from jaxdisagg.prefiller import Prefiller
-from jaxdisagg.runner import PrefillResult
 from jaxdisagg.scheduler import PrefillJob, PrefillScheduler
+from jaxdisagg.step_results import PrefillResult
 
 
 class LocalPrefiller(Prefiller):
