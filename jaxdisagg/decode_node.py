@@ -4,7 +4,6 @@
 business: a remote node's (decode_messenger.py) or its own (local_prefiller.py).
 """
 
-import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
@@ -25,11 +24,10 @@ from jaxdisagg.loop import StepLoop
 from jaxdisagg.page_pool import PageState
 from jaxdisagg.prefiller import Prefiller
 from jaxdisagg.request import DecodeState, decode_life
-from jaxdisagg.runner import DecodeResult, ModelRunner, RowSampling
+from jaxdisagg.runner import ModelRunner, RowSampling
 from jaxdisagg.scheduler import DecodeRow, DecodeScheduler
+from jaxdisagg.step_results import DecodeResult
 from jaxdisagg.token_stream import TokenStream
-
-log = logging.getLogger(__name__)
 
 KEPT_TIMINGS = 1024
 

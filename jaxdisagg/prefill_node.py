@@ -5,7 +5,6 @@ to the messenger before it runs (so that the trigger finds its plan), and frees 
 transfer has ended. It never samples.
 """
 
-import logging
 import math
 import time
 from collections import Counter, deque
@@ -21,10 +20,9 @@ from jaxdisagg.page_pool import Lease, PagePool
 from jaxdisagg.page_spans import pages_for
 from jaxdisagg.prefill_messenger import PrefillMessenger
 from jaxdisagg.request import Life, PrefillState, prefill_life
-from jaxdisagg.runner import ModelRunner, PrefillResult
+from jaxdisagg.runner import ModelRunner
 from jaxdisagg.scheduler import PrefillJob, PrefillScheduler
-
-log = logging.getLogger(__name__)
+from jaxdisagg.step_results import PrefillResult
 
 STEPS_IN_FLIGHT = 2
 
