@@ -33,23 +33,25 @@ def nic_load(pages: Traffic, whole: Traffic, layers: int, nics: tuple[int, int])
 
     `nics` are the NICs of a prefill and of a decode device.
     """
-    units, sizes = (
-        np.stack([*[of_pages // layers] * layers, of_all - of_pages])  # [layers + 1, S, D]
-        for of_pages, of_all in ((pages.units, whole.units), (pages.bytes, whole.bytes))
-    )
+    units = _by_layer(pages.units, whole.units, layers)
+    sizes = _by_layer(pages.bytes, whole.bytes, layers)
     of_one = np.divide(sizes, units, out=np.zeros(units.shape), where=units > 0)
+    return NicLoad(_load(units, of_one, nics[0], 2), _load(units, of_one, nics[1], 1))
+
+
+def _by_layer(of_pages: np.ndarray, of_all: np.ndarray, layers: int) -> np.ndarray:
+    """[layers + 1, source tp, destination tp]: what each layer has of it, then the context."""
+    return np.stack([*[of_pages // layers] * layers, of_all - of_pages])
+
+
+def _load(units: np.ndarray, of_one: np.ndarray, nics: int, other: int) -> np.ndarray:
+    """float64[layers + 1, tp * nics]: bytes of each NIC of a side; `other` is the other's axis."""
     ends = units.cumsum(axis=0)
-    source, destination = (
-        np.stack(
-            [
-                ((_dealt(ends, k, of_side) - _dealt(ends - units, k, of_side)) * of_one).sum(axis)
-                for k in range(of_side)
-            ],
-            axis=-1,
-        ).reshape(layers + 1, -1)
-        for axis, of_side in ((2, nics[0]), (1, nics[1]))
-    )
-    return NicLoad(source, destination)
+    of_nics = [
+        ((_dealt(ends, k, nics) - _dealt(ends - units, k, nics)) * of_one).sum(axis=other)
+        for k in range(nics)
+    ]
+    return np.stack(of_nics, axis=-1).reshape(len(units), -1)
 
 
 def _dealt(count: np.ndarray, nic: int, nics: int) -> np.ndarray:
