@@ -1,11 +1,14 @@
 """What must happen in a node's process before jax is imported, and nothing that needs jax."""
 
+import logging
 import os
 import signal
 import threading
 from pathlib import Path
 
 from jaxdisagg.config import NodeConfig
+
+log = logging.getLogger(__name__)
 
 HOST_DEVICES = "xla_force_host_platform_device_count"
 
@@ -20,6 +23,8 @@ def end_with_parent() -> None:
     def watch() -> None:
         while os.read(0, 4096):
             pass
+        # Seen by somebody who starts a node by hand, with stdin at /dev/null.
+        log.warning("this process ends, since its standard input has ended")
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -1,5 +1,8 @@
 """What a node's process takes as its configuration."""
 
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,3 +44,13 @@ def test_what_is_left_out_has_its_default():
 def test_what_does_not_fit_is_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         read_config(arguments)
+
+
+def test_a_process_without_standard_input_says_why_it_ends():
+    code = "import time, jaxdisagg.process_setup as s; s.end_with_parent(); time.sleep(60)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGTERM
+    assert "its standard input has ended" in done.stderr
