@@ -38,7 +38,6 @@ class LeaderGroup:
         self._kept: dict[type, dict[int, Any]] = {}
         self._changed = threading.Condition()
         self._on_lost: Callable[[str], None] | None = None
-        self._pids: dict[int, int] = {}
         self._statuses: dict[int, Status] = {}
         self._stopping = False
         self._ended: set[int] = set()
