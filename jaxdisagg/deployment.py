@@ -1,6 +1,5 @@
 """A deployment on this machine: a router in this process and every node in one or more others."""
 
-import asyncio
 import json
 import logging
 import os
@@ -19,8 +18,7 @@ import httpx
 from jaxdisagg.config import NodeConfig, ServeConfig
 from jaxdisagg.group.key import KEY_VARIABLE
 from jaxdisagg.node_process import encode_config
-from jaxdisagg.router import create_router_app
-from jaxdisagg.server import HttpServer, bind
+from jaxdisagg.router_thread import RouterThread
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +73,7 @@ class Deployment:
         self._said: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._stopping = False
         self._spawning = threading.Lock()
-        self._router = _RouterThread()
+        self._router = RouterThread()
 
     def __enter__(self) -> "Deployment":
         if not self.url:
@@ -262,39 +260,3 @@ def _health_problem(url: str) -> str | None:
         return str(body.get("missing") or body)
     except ValueError:
         return answer.text
-
-
-class _RouterThread:
-    """The router, in an event loop on a thread of its own."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
-        self._server: HttpServer | None = None
-
-    def start(self, host: str, port: int) -> str:
-        """Serve; returns the URL. Raises ValueError if the port cannot be had."""
-        listener = bind(host, port)
-        self._thread.start()
-        self._server = self._run(self._serve(listener))
-        host, port = self._server.address
-        return f"http://{host}:{port}"
-
-    async def _serve(self, listener: Any) -> HttpServer:
-        server = HttpServer(create_router_app(), listener)
-        await server.start()
-        return server
-
-    def _run(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(STOP_SECONDS)
-
-    def stop(self) -> None:
-        """Stop serving and end the thread; without effect the second time."""
-        if self._server is not None:
-            self._run(self._server.stop())
-            self._server = None
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(STOP_SECONDS)
-        if not self._loop.is_running() and not self._loop.is_closed():
-            self._loop.close()
