@@ -17,6 +17,7 @@ MAX_NICS = 64
 LEAST_SECONDS, MOST_SECONDS = 1e-3, 1e7
 # Tokens. A page is cut into units, all of which a transfer plan lists.
 MAX_PAGE_SIZE = 1 << 20
+MAX_ID = 256
 DEFAULT_MODEL_LEN = 2048
 DEFAULT_PORT = 8000
 
@@ -187,8 +188,9 @@ class NodeConfig:
         if self.provider not in PROVIDERS:
             raise ValueError(f"provider={self.provider!r} must be one of {', '.join(PROVIDERS)}")
         self._check_nics()
-        if not self.id:
-            raise ValueError("id='' must not be empty")
+        # It is the value of an HTTP header, and a name in HELLO.
+        if not (0 < len(self.id) <= MAX_ID and self.id.isascii() and self.id.isprintable()):
+            raise ValueError(f"id={self.id!r} must be 1 to {MAX_ID} printable ASCII characters")
         _check_port(http_port=self.http_port, fabric_port=self.fabric_port)
         _at_least(1, max_requests=self.max_requests)
 
