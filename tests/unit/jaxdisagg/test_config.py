@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from repository import REPOSITORY
 
 from ffi_transport.types import MAX_DOMAINS
 from jaxdisagg.config import (
@@ -183,3 +184,11 @@ def test_toml_that_says_something_else_is_named(tmp_path, text, message):
 
 def test_a_node_may_name_as_many_nics_as_an_engine_opens():
     assert MAX_NICS == MAX_DOMAINS
+
+
+def test_the_deployment_of_the_readme_is_one(tmp_path):
+    file = tmp_path / "deployment.toml"
+    file.write_text((REPOSITORY / "README.md").read_text().split("```toml")[1].split("```")[0])
+    prefill, decode = serve_from_toml(file, BASE).nodes
+    assert (prefill.role, prefill.nics) == ("prefill", ("127.0.0.1", "127.0.0.2"))
+    assert (decode.mesh, decode.cache.page_size) == (MeshConfig(tp=4, processes=2), 64)
