@@ -15,7 +15,7 @@ from jaxdisagg.router import create_router_app
 from jaxdisagg.server import create_app
 
 DEADLINE_S = 30.0
-SILENCE_S = 0.5
+SILENCE_S = 1.0
 BODY = {"prompt": "x"}
 STREAM = {"prompt": "x", "stream": True}
 
