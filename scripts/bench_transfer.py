@@ -16,7 +16,7 @@ from rich.table import Table
 from ffi_transport.errors import TransportError
 from jaxdisagg.bench.report import check_json, environment, write_json
 from jaxdisagg.bench.transfer import Bench, measure
-from jaxdisagg.bench.transfer_side import Side, two_cores
+from jaxdisagg.bench.transfer_side import TransferSide, two_cores
 
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
@@ -71,7 +71,7 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     sender, receiver = (
-        Side(
+        TransferSide(
             provider=provider,
             bind=address,
             domains=tuple(filter(None, names.split(","))),

@@ -6,14 +6,14 @@ from typing import Any
 
 from jaxdisagg.bench.netns import Bed
 from jaxdisagg.bench.transfer import Bench, in_turns, permutations
-from jaxdisagg.bench.transfer_side import Side, two_cores
+from jaxdisagg.bench.transfer_side import TransferSide, two_cores
 
 
 def measure_pair(bed: Bed, options: dict[str, Any], sizes: list[int]) -> list[dict[str, Any]]:
     """One row for each page size: the benchmark across the bed's links, beside raw TCP on them."""
     cores = two_cores()
     sender, receiver = (
-        Side(
+        TransferSide(
             provider=options["provider"],
             bind=side.addresses[0],
             domains=side.addresses,

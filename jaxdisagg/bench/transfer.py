@@ -22,7 +22,7 @@ from ffi_transport.types import MemoryRegion, PageUnit, RemoteRegion, TransferEn
 from jaxdisagg.bench.transfer_side import (
     SLOT,
     WAIT_SECONDS,
-    Side,
+    TransferSide,
     allocate,
     on_streams,
     wait_for,
@@ -46,8 +46,8 @@ class Bench:
 
     def __init__(
         self,
-        sender: Side,
-        receiver: Side,
+        sender: TransferSide,
+        receiver: TransferSide,
         buffer_bytes: int,
         *,
         streams: int = 1,
@@ -85,7 +85,7 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _start(self, side: Side, buffer_bytes: int, streams: int) -> subprocess.Popen[str]:
+    def _start(self, side: TransferSide, buffer_bytes: int, streams: int) -> subprocess.Popen[str]:
         child = self._stack.enter_context(
             subprocess.Popen(
                 [

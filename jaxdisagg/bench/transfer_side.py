@@ -31,7 +31,7 @@ WAIT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Side:
+class TransferSide:
     """Where one side runs and how its engine is opened; the fields are EngineConfig's.
 
     `core` is the one that the side is pinned to; None: it is not pinned.
@@ -129,7 +129,7 @@ def on_streams(
         raise errors[0]
 
 
-def receive(side: Side, buffer_bytes: int, streams: int) -> None:
+def receive(side: TransferSide, buffer_bytes: int, streams: int) -> None:
     """Be the receiving process until stdin ends."""
     side.pin()
     memory = allocate(buffer_bytes)
@@ -176,7 +176,7 @@ def main() -> None:
     """Receive as the arguments say; Ctrl-C is the sending side's to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        side = msgspec.json.decode(sys.argv[1], type=Side)
+        side = msgspec.json.decode(sys.argv[1], type=TransferSide)
         receive(side, int(sys.argv[2]), int(sys.argv[3]))
     except (TransportError, ValueError, OSError) as error:
         with contextlib.suppress(BrokenPipeError):  # the sending side is gone: nobody to tell

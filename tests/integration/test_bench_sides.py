@@ -9,7 +9,7 @@ import pytest
 
 from ffi_transport.errors import TransportError
 from jaxdisagg.bench.transfer import Bench, permutations
-from jaxdisagg.bench.transfer_side import Side, two_cores
+from jaxdisagg.bench.transfer_side import TransferSide, two_cores
 
 BUFFER = 1 << 20
 PAGE = 64 << 10
@@ -20,7 +20,7 @@ def test_each_side_has_a_core_of_its_own_and_the_caller_gets_its_cores_back():
     cores = two_cores()
     if cores == (None, None):
         pytest.skip("one core only")
-    sender, receiver = (Side(core=core) for core in cores)
+    sender, receiver = (TransferSide(core=core) for core in cores)
     with Bench(sender, receiver, BUFFER) as bench:
         source, destination = permutations(BUFFER, PAGE, 2 * BUFFER)
         assert bench.transfer(PAGE, source, destination) > 0
@@ -30,7 +30,9 @@ def test_each_side_has_a_core_of_its_own_and_the_caller_gets_its_cores_back():
 
 
 def test_sides_meet_at_the_addresses_that_they_are_given():
-    with Bench(Side(bind="127.0.0.2"), Side(bind="127.0.0.3"), BUFFER, streams=2) as bench:
+    with Bench(
+        TransferSide(bind="127.0.0.2"), TransferSide(bind="127.0.0.3"), BUFFER, streams=2
+    ) as bench:
         assert bench.engine.control_address.startswith("127.0.0.2:")
         ends = [(s.getsockname()[0], s.getpeername()[0]) for s in bench.streams]
         assert ends == [("127.0.0.2", "127.0.0.3")] * 2
@@ -41,8 +43,8 @@ def test_sides_meet_at_the_addresses_that_they_are_given():
 
 
 def test_pages_are_shared_by_the_domains_of_both_sides():
-    sender = Side(domains=("127.0.0.2", "127.0.0.3"))
-    receiver = Side(bind="127.0.0.4", domains=("127.0.0.4", "127.0.0.5", "127.0.0.6"))
+    sender = TransferSide(domains=("127.0.0.2", "127.0.0.3"))
+    receiver = TransferSide(bind="127.0.0.4", domains=("127.0.0.4", "127.0.0.5", "127.0.0.6"))
     with Bench(sender, receiver, BUFFER, streams=3) as bench:
         ends = [(s.getsockname()[0], s.getpeername()[0]) for s in bench.streams]
         assert ends == [(f"127.0.0.{2 + i % 2}", f"127.0.0.{4 + i}") for i in range(3)]
@@ -54,7 +56,7 @@ def test_pages_are_shared_by_the_domains_of_both_sides():
 
 def test_what_the_receiving_process_cannot_have_is_said():
     with pytest.raises(TransportError, match=r"the receiving process: .* requested address"):
-        Bench(Side(), Side(bind="203.0.113.1"), BUFFER)
+        Bench(TransferSide(), TransferSide(bind="203.0.113.1"), BUFFER)
 
 
 def test_a_receiving_process_whose_sender_is_gone_ends_without_a_word():
