@@ -16,6 +16,9 @@ MAX_UNIT_BYTES = 1 << 20
 MAX_DOMAINS = 64
 """NICs of one engine."""
 
+MAX_CPUS = 1024
+"""CPUs that a thread may be pinned to have lower numbers: glibc's sets end there (CPU_SETSIZE)."""
+
 # As csrc/region.h writes it: the length and the number of domains, then each domain's index, key
 # and base.
 _DESCRIPTOR = struct.Struct("<QI")
@@ -99,7 +102,7 @@ class EngineConfig:
             )
         for cpus in self.domain_cpus:
             for cpu in cpus:
-                _check_range("domain_cpus", cpu, 0, 1023)
+                _check_range("domain_cpus", cpu, 0, MAX_CPUS - 1)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ffi_transport.topology.assigning import DeviceNics, assign, usable
 from ffi_transport.topology.machine import Nic, NicKind, Topology, domain_name
-from ffi_transport.types import MAX_DOMAINS
+from ffi_transport.types import MAX_CPUS, MAX_DOMAINS
 
 _RDMA: tuple[NicKind, ...] = ("efa", "verbs")  # in the order of choice of EngineConfig's "auto"
 _OVER_IP = ("tcp", "net", "tcp;ofi_rxm")
@@ -161,9 +161,9 @@ def _opened(
 def _pinned(
     topology: Topology, nic: Nic | None, allowed: Collection[int] | None
 ) -> tuple[int, ...]:
-    """The allowed CPUs near a NIC; () where that is none of them, or all."""
+    """The allowed CPUs near a NIC that a thread can be pinned to; () where none is, or all are."""
     if nic is None or nic.pci is None:
         return ()
     all_cpus = set(topology.cpus if allowed is None else allowed)
-    near = tuple(cpu for cpu in nic.pci.cpus if cpu in all_cpus)
+    near = tuple(cpu for cpu in nic.pci.cpus if cpu in all_cpus and cpu < MAX_CPUS)
     return () if len(near) == len(all_cpus) else near

@@ -3,7 +3,14 @@
 import pytest
 from sysfs_tree import SysfsTree, connectx_8, no_nic, p5_like
 
-from ffi_transport.topology import Topology, choices, groups, read_topology
+from ffi_transport.topology import (
+    Nic,
+    PciDevice,
+    Topology,
+    choices,
+    groups,
+    read_topology,
+)
 from ffi_transport.types import PROVIDERS, EngineConfig
 
 LOW = (*range(48), *range(96, 144))
@@ -54,6 +61,14 @@ def test_allowed_cpus(p5):
     assert way.domain_cpus == ((0,),) * 16 + ((50,),) * 16
     (way,) = choices(p5, "efa", gpus(p5), allowed=[0, 50, 51, 200])
     assert way.domain_cpus[16] == (50, 51)
+
+
+def test_cpus_of_higher_numbers_than_a_thread_can_be_pinned_to():
+    near = tuple(range(1000, 1100))
+    nic = Nic("mlx5_0", "verbs", PciDevice("0000:1a:00.0", ("pci0000:1a", "0000:1a:00.0"), 0, near))
+    (way,) = choices(Topology(cpus=tuple(range(2000)), nics=(nic,)), "verbs", 1)
+    assert way.domain_cpus == (tuple(range(1000, 1024)),)
+    EngineConfig(provider="verbs", domains=way.domains, domain_cpus=way.domain_cpus)
 
 
 def test_verbs_by_topology(connectx):
