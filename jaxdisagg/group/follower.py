@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 START_SECONDS = 600.0
 STEPS_IN_FLIGHT = 4
 EXPLAIN_SECONDS = 2.0
+LEAVE_SECONDS = 5.0
 STATUS_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 
@@ -60,7 +61,7 @@ def run_follower(node: NodeConfig, say: Say) -> int:
     node = resolve_limits(node)
     engine = None if node.role == "mixed" else open_fabric(node)
     follower = Follower(node, group_key(), engine, say)
-    signal.signal(signal.SIGTERM, lambda *_: follower.fail("was told to end"))
+    signal.signal(signal.SIGTERM, lambda *_: follower.told_to_end())
     return follower.run()
 
 
@@ -118,6 +119,19 @@ class Follower:
             self._fabric.close()
         elif self._engine is not None:
             self._engine.close()
+
+    def told_to_end(self) -> None:
+        """SIGTERM: who told the leader too (a service manager tells all) gets a stop in order.
+
+        The leader then says Stop, once it has stopped serving. In a thread, since a signal's
+        handler must not wait for a lock that the code it interrupts may hold.
+        """
+
+        def leave() -> None:
+            if not self._ended.wait(LEAVE_SECONDS):
+                self.fail("was told to end")
+
+        threading.Thread(target=leave, name="told-to-end", daemon=True).start()
 
     def fail(self, reason: str) -> None:
         """Tell the leader that something went wrong here, and end."""

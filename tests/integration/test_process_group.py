@@ -160,6 +160,21 @@ def test_a_hung_follower_is_noticed_in_time(qwen):
     check_golden(deployment, golden)
 
 
+def test_a_node_whose_processes_are_all_told_to_end_stops_in_order(qwen):
+    """As a service manager does it; the follower hears first."""
+    deployment, _ = qwen
+    (node,) = deployment.nodes
+    processes = [*node.followers, node]
+    for process in processes:
+        process.process.terminate()
+    assert ended(processes, 20.0) == [0, 0]
+    restart(deployment)
+    (node,) = deployment.nodes
+    node.followers[0].process.terminate()  # without it there is no node
+    assert ended([node], 20.0) == [1]
+    restart(deployment)
+
+
 def test_followers_of_a_killed_leader_end_and_a_stop_is_clean(qwen):
     deployment, _ = qwen
     (node,) = deployment.nodes
