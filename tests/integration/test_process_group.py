@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -165,8 +166,9 @@ def test_a_node_whose_processes_are_all_told_to_end_stops_in_order(qwen):
     deployment, _ = qwen
     (node,) = deployment.nodes
     processes = [*node.followers, node]
-    for process in processes:
-        process.process.terminate()
+    processes[0].process.terminate()
+    time.sleep(1.0)  # as long as a leader's look at what has failed may take
+    processes[1].process.terminate()
     assert ended(processes, 20.0) == [0, 0]
     restart(deployment)
     (node,) = deployment.nodes
