@@ -17,6 +17,7 @@ from jaxdisagg.sweep.words import mapping
 from jaxdisagg.transfer_plan import Traffic, TransferPlan, plan, traffic
 
 MAX_STEPS = 4096  # of a prompt: each is gone through, layer by layer
+MAX_SEEDS = 1 << 16  # a plan is made for each
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Question:
             raise ValueError(f"chunk: {self.chunk}, must not be negative")
         if self.seeds < 1:
             raise ValueError(f"seeds: {self.seeds}, must be at least 1")
+        if self.seeds > MAX_SEEDS:
+            raise ValueError(f"seeds: {self.seeds}, must be at most {MAX_SEEDS}")
 
     def assumptions(self) -> str:
         """What the estimates assume, in a line."""

@@ -202,6 +202,7 @@ def test_chunks_change_when_bytes_go_not_how_many():
         ({"nic_gbps": (400.0, 0.0)}, "nic_gbps"),
         ({"chunk": -1}, "chunk: -1"),
         ({"seeds": 0}, "seeds: 0"),
+        ({"seeds": 10**11}, "seeds: 100000000000"),
     ],
 )
 def test_a_question_that_has_no_answer_is_refused_by_field(fields, message):
