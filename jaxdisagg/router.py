@@ -311,9 +311,14 @@ def _is_not_ready(answer: httpx.Response) -> bool:
 
 
 def _lost(node: Node, error: Exception) -> RequestError:
+    """What to say of a node that left a request; one that broke its connection gets no others.
+
+    It has probably ended, and what it announced last is not true of the next one on its port.
+    """
     if isinstance(error, TimeoutError):
         ended = "its heartbeats ended and " if node.gone else ""
         reason = f"{ended}it sent nothing for too long"
     else:
+        node.unreachable = True
         reason = str(error) or type(error).__name__
     return RequestError(502, f"node {node.info.id} was lost: {reason}", code="node_lost")

@@ -200,6 +200,9 @@ async def test_a_node_that_dies_with_a_request_is_a_502_and_no_second_try(router
         assert response.status_code == 502
         assert "node a-dying was lost" in response.json()["error"]["message"]
         assert engine.requests == []
+        # Until its next heartbeat it is asked no more: another one may be on its port by then.
+        assert (await router.post("/v1/completions", json=BODY)).status_code == 200
+        assert len(engine.requests) == 1
 
 
 async def test_a_node_that_dies_in_a_stream_ends_it_with_an_error(router):
@@ -215,6 +218,10 @@ async def test_a_node_that_dies_in_a_stream_ends_it_with_an_error(router):
         assert "node a-dying was lost" in error["message"]
         assert "[DONE]" not in response.text
         await until_idle(router)
+        missing = (await router.get("/health")).json()["missing"]
+        assert "a-dying (not reachable)" in missing
+        await announce(router, "a-dying", url)
+        assert (await router.get("/health")).status_code == 200
 
 
 async def test_a_half_answer_is_a_502(router):
