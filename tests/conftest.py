@@ -4,6 +4,7 @@ import functools
 import importlib
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,11 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# A shell lets what it runs in the background ignore SIGINT, and processes inherit that: those that
+# tests interrupt would not end.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A slow machine is no failure.
 settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -77,5 +77,7 @@ def test_each_process_loads_its_own_shards(folders):
     for of_hf, _, of_native in found:
         assert of_hf["shards"] == of_native["shards"]
         # Not of the first native one, in which orbax makes its thread pools.
-        assert max(one["host_peak"] for one in (of_hf, of_native)) < of_hf["largest_tensor"]
+        # Not half of what the process holds; allocators and threads add some MB of their own.
+        peak = max(one["host_peak"] for one in (of_hf, of_native))
+        assert peak < 2 * of_hf["largest_tensor"] < of_hf["device_bytes"] / 2
     assert found[0][0]["shards"] != found[1][0]["shards"]
