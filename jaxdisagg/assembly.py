@@ -1,5 +1,6 @@
 """Puts a node together: runner, warm-up, registration, HELLO, messenger, loop."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from ffi_transport.engine import TransferEngine
@@ -116,22 +117,35 @@ def engine_info(node: NodeConfig, model: LoadedModel) -> EngineInfo:
     )
 
 
-class FabricParts[N: (PrefillNode, DecodeNode)]:
-    """A node with a transfer engine: the pump between them, and the way to stop them all."""
+class FabricParts[N: (PrefillNode, DecodeNode)](ABC):
+    """A node with a transfer engine that runs, and the way to stop all of it."""
 
     node: N
 
-    def __init__(self, engine: TransferEngine) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        model: LoadedModel,
+        engine: TransferEngine,
+        progress: Progress,
+        group: LeaderGroup | None = None,
+    ) -> None:
         self.engine = engine
-
-    def _start(self, fabric: NodeFabric, hello: NodeHello) -> None:
-        """Start the loop and the pump, and from now on answer those who greet."""
-        self._pump = EventPump(
-            self.engine, fabric.on_events, self.node.fail, f"{hello.role}-events"
-        )
+        self.runner = _warm_runner(config, model, engine, group, progress)
+        processes = group or OneProcess()
+        hello = _hello(config, model, self.runner, engine, processes)
+        fabric = self._assemble(config, model, processes, hello)
+        _lead(group, self.node)
+        self._pump = EventPump(engine, fabric.on_events, self.node.fail, f"{hello.role}-events")
         self.node.start()
         self._pump.start()
-        fabric.introduce(hello)
+        fabric.introduce(hello)  # from now on those who greet are answered
+
+    @abstractmethod
+    def _assemble(
+        self, config: NodeConfig, model: LoadedModel, processes: Group, hello: NodeHello
+    ) -> NodeFabric:
+        """Make `node`, of `engine` and `runner`; returns its fabric."""
 
     def stop(self, timeout: float) -> None:
         """Stop the loop, then the pump, then the fabric, which says goodbye."""
@@ -143,61 +157,41 @@ class FabricParts[N: (PrefillNode, DecodeNode)]:
 class PrefillParts(FabricParts[PrefillNode]):
     """A prefill node that runs."""
 
-    def __init__(
-        self,
-        node: NodeConfig,
-        model: LoadedModel,
-        engine: TransferEngine,
-        progress: Progress,
-        group: LeaderGroup | None = None,
-    ) -> None:
-        super().__init__(engine)
-        self.runner = _warm_runner(node, model, engine, group, progress)
-        processes = group or OneProcess()
-        hello = _hello(node, model, self.runner, engine, processes)
+    def _assemble(
+        self, config: NodeConfig, model: LoadedModel, processes: Group, hello: NodeHello
+    ) -> NodeFabric:
         fabric = PrefillFabric(
-            engine,
+            self.engine,
             processes,
             StepPlanner(hello.layout, self.runner.cache),
             hello.layout,
-            name=node.id,
-            fence_s=node.timeouts.cancel_fence,
-            stranger_s=node.timeouts.connect,
+            name=config.id,
+            fence_s=config.timeouts.cancel_fence,
+            stranger_s=config.timeouts.connect,
         )
         messenger = PrefillMessenger(fabric, hello, model.config.vocab_size)
-        self.node = PrefillNode(node, self.runner, messenger)
+        self.node = PrefillNode(config, self.runner, messenger)
         messenger.attach(self.node)
-        _lead(group, self.node)
-        self._start(fabric, hello)
+        return fabric
 
 
 class DecodeParts(FabricParts[DecodeNode]):
     """A decode node that runs."""
 
-    def __init__(
-        self,
-        node: NodeConfig,
-        model: LoadedModel,
-        engine: TransferEngine,
-        progress: Progress,
-        group: LeaderGroup | None = None,
-    ) -> None:
-        super().__init__(engine)
-        self.runner = _warm_runner(node, model, engine, group, progress)
-        processes = group or OneProcess()
-        hello = _hello(node, model, self.runner, engine, processes)
+    def _assemble(
+        self, config: NodeConfig, model: LoadedModel, processes: Group, hello: NodeHello
+    ) -> NodeFabric:
         fabric = DecodeFabric(
-            engine,
+            self.engine,
             processes,
-            name=node.id,
-            fence_s=node.timeouts.cancel_fence,
-            arm_s=node.timeouts.connect,
+            name=config.id,
+            fence_s=config.timeouts.cancel_fence,
+            arm_s=config.timeouts.connect,
         )
-        self.node = DecodeNode(node, self.runner, engine_info(node, model))
+        self.node = DecodeNode(config, self.runner, engine_info(config, model))
         self.messenger = DecodeMessenger(self.node, fabric, hello)
         self.node.prefiller = self.messenger
-        _lead(group, self.node)
-        self._start(fabric, hello)
+        return fabric
 
 
 class MixedParts:

@@ -6,7 +6,7 @@ Whoever answers must say that it is who it should be.
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from ffi_transport.engine import TransferEngine
@@ -63,20 +63,20 @@ def _link(
 
 def leave_links(engine: TransferEngine, links: Iterable[int]) -> None:
     """Take leave of links that nothing was written over; of one that is gone already, too."""
-    for link in links:
-        try:
-            engine.disconnect(link)
-        except TransportError as error:
-            log.debug("link %d was not left: %s", link, error)
+    _each(engine.disconnect, links)
 
 
 def fence_links(engine: TransferEngine, links: Iterable[int]) -> None:
     """Close links at once; of one that is gone already, too."""
+    _each(engine.fence, links)
+
+
+def _each(end: Callable[[int], None], links: Iterable[int]) -> None:
     for link in links:
         try:
-            engine.fence(link)
+            end(link)
         except TransportError as error:
-            log.debug("fence of link %d: %s", link, error)
+            log.debug("%s of link %d: %s", end.__name__, link, error)
 
 
 class LinkAnswers:

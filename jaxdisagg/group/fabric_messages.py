@@ -7,20 +7,14 @@ A *transfer* is a request's writes from all processes, named by the leader.
 
 from typing import Any, Literal
 
-import msgspec
-
+from jaxdisagg.group.message_base import GroupMessage
 from jaxdisagg.hello import ContextBuffers, Region
 from jaxdisagg.planned_request import PlannedRequest
-
-
-class FabricMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Base of all."""
-
 
 # ---- of a follower -------------------------------------------------------------------------------
 
 
-class Registered(FabricMessage, frozen=True):
+class Registered(GroupMessage, frozen=True):
     """The process's shards are registered: its control address, and what HELLO says of them.
 
     `regions[device][layer]` and `contexts[device]` are in the rank order of its devices.
@@ -31,7 +25,7 @@ class Registered(FabricMessage, frozen=True):
     contexts: tuple[ContextBuffers, ...]
 
 
-class Linked(FabricMessage, frozen=True):
+class Linked(GroupMessage, frozen=True):
     """Answer to LinkTo: a link to each process of the other node, -1 where there is a problem.
 
     `problems` says of each what is wrong with it, "" for nothing.
@@ -42,17 +36,16 @@ class Linked(FabricMessage, frozen=True):
     problems: tuple[str, ...]
 
 
-class Greeted(FabricMessage, frozen=True):
+class Greeted(GroupMessage, frozen=True):
     """Process `process` of a node that says it is `node` in its life `epoch` greeted here."""
 
     link: int
-    address: str
     node: str
     epoch: int
     process: int
 
 
-class LinkLost(FabricMessage, frozen=True):
+class LinkLost(GroupMessage, frozen=True):
     """A link's data endpoint is closed, its transfers have ended; nothing lands over it any more.
 
     `seen` holds the count of every slot that is armed here.
@@ -64,21 +57,21 @@ class LinkLost(FabricMessage, frozen=True):
     seen: dict[int, int]
 
 
-class Armed(FabricMessage, frozen=True):
+class Armed(GroupMessage, frozen=True):
     """Answer to Arm; `problem` is "" when the counter waits."""
 
     slot: int
     problem: str
 
 
-class Reached(FabricMessage, frozen=True):
+class Reached(GroupMessage, frozen=True):
     """All units that a slot was armed for have landed here."""
 
     slot: int
     count: int
 
 
-class Overshot(FabricMessage, frozen=True):
+class Overshot(GroupMessage, frozen=True):
     """More units than a slot was armed for have landed here."""
 
     slot: int
@@ -86,7 +79,7 @@ class Overshot(FabricMessage, frozen=True):
     seen: int
 
 
-class Tally(FabricMessage, frozen=True):
+class Tally(GroupMessage, frozen=True):
     """Now and then, when they changed: counts of armed slots, and the engine's counters.
 
     `domains` is as `TransferEngine.domain_counters` gives it.
@@ -97,7 +90,7 @@ class Tally(FabricMessage, frozen=True):
     domains: list[dict[str, Any]]
 
 
-class PartEnded(FabricMessage, frozen=True):
+class PartEnded(GroupMessage, frozen=True):
     """This process's writes of a transfer to one process have ended, as TransferEnded says it."""
 
     transfer: int
@@ -109,14 +102,14 @@ class PartEnded(FabricMessage, frozen=True):
     bytes: int
 
 
-class PlanRefused(FabricMessage, frozen=True):
+class PlanRefused(GroupMessage, frozen=True):
     """A step's writes could not be filed here: these transfers cannot be completed."""
 
     transfers: tuple[int, ...]
     reason: str
 
 
-class Fault(FabricMessage, frozen=True):
+class Fault(GroupMessage, frozen=True):
     """A trigger that cannot be what the plan meant, as TriggerFault says it."""
 
     kind: str
@@ -129,14 +122,14 @@ class Fault(FabricMessage, frozen=True):
 # ---- of the leader -------------------------------------------------------------------------------
 
 
-class Introduce(FabricMessage, frozen=True):
+class Introduce(GroupMessage, frozen=True):
     """From now on answer those who greet, as a process of this node in this life."""
 
     node: str
     epoch: int
 
 
-class LinkTo(FabricMessage, frozen=True):
+class LinkTo(GroupMessage, frozen=True):
     """Connect to every process of another node, and say Linked, within `timeout_s`.
 
     `addresses` are in the order of its processes, each of which must say that it is `node` in its
@@ -150,45 +143,45 @@ class LinkTo(FabricMessage, frozen=True):
     timeout_s: float
 
 
-class Unlink(FabricMessage, frozen=True):
+class Unlink(GroupMessage, frozen=True):
     """Take leave of links that nothing was written over."""
 
     links: tuple[int, ...]
 
 
-class Fence(FabricMessage, frozen=True):
+class Fence(GroupMessage, frozen=True):
     """Fence these links; LinkLost answers for each."""
 
     links: tuple[int, ...]
 
 
-class Arm(FabricMessage, frozen=True):
+class Arm(GroupMessage, frozen=True):
     """Expect this many units on a slot here, and say Armed."""
 
     slot: int
     expected: int
 
 
-class Disarm(FabricMessage, frozen=True):
+class Disarm(GroupMessage, frozen=True):
     """Forget a slot's count."""
 
     slot: int
 
 
-class Know(FabricMessage, frozen=True):
+class Know(GroupMessage, frozen=True):
     """A decode node's NodeHello as it came: peers are written by what it says."""
 
     peer: int
     hello: bytes
 
 
-class Forget(FabricMessage, frozen=True):
+class Forget(GroupMessage, frozen=True):
     """A decode node is gone."""
 
     peer: int
 
 
-class Open(FabricMessage, frozen=True):
+class Open(GroupMessage, frozen=True):
     """Begin this process's part of a transfer: over `links`, by process of the decode node."""
 
     transfer: int
@@ -198,13 +191,13 @@ class Open(FabricMessage, frozen=True):
     request: PlannedRequest
 
 
-class CancelPart(FabricMessage, frozen=True):
+class CancelPart(GroupMessage, frozen=True):
     """Post nothing more of a transfer; PartEnded follows for each of its parts."""
 
     transfer: int
 
 
-class FileStep(FabricMessage, frozen=True):
+class FileStep(GroupMessage, frozen=True):
     """Ordered, before its step: what the step completes, as (transfer, begin row, end row).
 
     The chunk that ends at a request's last row seals its transfer.

@@ -229,7 +229,7 @@ class FollowerFabric:
             log.warning("a node at %s greeted this decode node; it is not served", event.address)
             return
         number = hello.process if isinstance(hello, MemberHello) else 0
-        self._send(words.Greeted(event.peer, event.address, hello.node, hello.epoch, number))
+        self._send(words.Greeted(event.peer, hello.node, hello.epoch, number))
 
     def _part_ended(self, event: TransferEnded) -> None:
         with self._lock:

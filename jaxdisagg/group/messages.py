@@ -8,12 +8,9 @@ all others are handled on its reader thread at once.
 import msgspec
 
 from jaxdisagg.group.fabric_messages import FileStep, FollowerWord, LeaderWord
+from jaxdisagg.group.message_base import GroupMessage
 
 MAX_MESSAGE = 1 << 28  # bytes; a longer one is garbage
-
-
-class GroupMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Base of all."""
 
 
 class Ping(GroupMessage, frozen=True):

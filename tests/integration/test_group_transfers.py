@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import golden_serving
 import httpx
-import numpy as np
 import pytest
 from nodes import PAGE, node_config, wait_until
 
@@ -107,12 +106,7 @@ def answers_as_golden(deployment, case, folder):
     new = golden.tokens.shape[1]
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda p: complete(deployment.url, p, new), golden.prompts))
-    for i, answer in enumerate(answers):
-        assert answer.status_code == 200, answer.text
-        choice = answer.json()["choices"][0]
-        assert choice["text"] == bytes(golden.tokens[i].tolist()).decode(errors="replace")
-        found = choice["logprobs"]["token_logprobs"]
-        np.testing.assert_allclose(found, golden.logprobs[i], atol=1e-3, err_msg=f"prompt {i}")
+    golden_serving.check_completions(answers, golden)
     return golden.prompts
 
 

@@ -63,12 +63,7 @@ def check_golden(deployment, golden):
     new = golden.tokens.shape[1]
     with ThreadPoolExecutor(len(golden.prompts)) as pool:
         answers = list(pool.map(lambda p: complete(deployment.url, p, new), golden.prompts))
-    for i, answer in enumerate(answers):
-        assert answer.status_code == 200, answer.text
-        choice = answer.json()["choices"][0]
-        assert choice["text"] == bytes(golden.tokens[i].tolist()).decode(errors="replace")
-        found = choice["logprobs"]["token_logprobs"]
-        np.testing.assert_allclose(found, golden.logprobs[i], atol=TOLERANCE, err_msg=f"{i}")
+    golden_serving.check_completions(answers, golden, TOLERANCE)
 
 
 def check_processes(deployment, devices):

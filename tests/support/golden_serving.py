@@ -6,6 +6,7 @@ The folders of the random ones come from the fixture `golden_folder`, that of Sm
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,16 @@ class ServingGolden:
             if draft == self.tokens[prompt, at - 1]:
                 right, at = right + 1, at + 1
         return verified, right
+
+
+def check_completions(answers: list[Any], golden: ServingGolden, tolerance: float = 1e-3) -> None:
+    """Each prompt's answer of /v1/completions has the golden's text and logprobs."""
+    for i, answer in enumerate(answers):
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        assert choice["text"] == bytes(golden.tokens[i].tolist()).decode(errors="replace")
+        found = choice["logprobs"]["token_logprobs"]
+        np.testing.assert_allclose(found, golden.logprobs[i], atol=tolerance, err_msg=f"prompt {i}")
 
 
 def load(name: str, folder: Path) -> ServingGolden:
