@@ -6,7 +6,7 @@ from collections.abc import Callable
 from ffi_transport.engine import TransferEngine
 from ffi_transport.trigger import make_trigger
 from jaxdisagg.api import EngineInfo
-from jaxdisagg.config import NodeConfig
+from jaxdisagg.config import START_SECONDS, NodeConfig
 from jaxdisagg.decode_messenger import DecodeMessenger
 from jaxdisagg.decode_node import DecodeNode
 from jaxdisagg.event_pump import EventPump
@@ -30,7 +30,6 @@ from jaxdisagg.step_plans import StepPlanner
 
 Progress = Callable[[str], None]
 
-START_SECONDS = 600.0  # for the followers to have warmed up too
 ABANDON_SECONDS = 1.0  # for a node's loop to fail by itself when a follower is lost
 
 

@@ -19,6 +19,8 @@ LEAST_SECONDS, MOST_SECONDS = 1e-3, 1e7
 MAX_PAGE_SIZE = 1 << 20
 MAX_ID = 256
 DEFAULT_MODEL_LEN = 2048
+# For all processes of a node to find each other, load and compile.
+START_SECONDS = 600.0
 DEFAULT_PORT = 8000
 
 

@@ -15,14 +15,13 @@ from typing import Any
 
 import httpx
 
-from jaxdisagg.config import NodeConfig, ServeConfig
+from jaxdisagg.config import START_SECONDS, NodeConfig, ServeConfig
 from jaxdisagg.group.key import KEY_VARIABLE
 from jaxdisagg.node_process import encode_config
 from jaxdisagg.router_thread import RouterThread
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 600.0
 STOP_SECONDS = 10.0
 
 

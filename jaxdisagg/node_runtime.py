@@ -13,7 +13,7 @@ from typing import Any
 from ffi_transport.engine import TransferEngine
 from jaxdisagg.announce import Announcer, NodeInfo
 from jaxdisagg.assembly import DecodeParts, MixedParts, PrefillParts
-from jaxdisagg.config import NodeConfig
+from jaxdisagg.config import START_SECONDS, NodeConfig
 from jaxdisagg.fabric import open_fabric
 from jaxdisagg.group.errors import GroupError
 from jaxdisagg.group.key import group_key
@@ -27,7 +27,6 @@ from jaxdisagg.tokenizer import Tokenizer
 Parts = PrefillParts | DecodeParts | MixedParts
 Say = Callable[[dict[str, Any]], None]
 
-START_SECONDS = 600.0
 STOP_SECONDS = 5.0
 MISSING_CHARACTERS = 1000
 

@@ -18,7 +18,7 @@ import jax
 from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import TransportError
 from jaxdisagg.assembly import make_runner
-from jaxdisagg.config import NodeConfig
+from jaxdisagg.config import START_SECONDS, NodeConfig
 from jaxdisagg.fabric import open_fabric
 from jaxdisagg.group.channel import FollowerChannel
 from jaxdisagg.group.errors import GroupError
@@ -43,7 +43,6 @@ from jaxdisagg.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 600.0
 STEPS_IN_FLIGHT = 4
 EXPLAIN_SECONDS = 2.0
 LEAVE_SECONDS = 5.0
