@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from leases import lent
-from nodes import PAGE, Pair, generate, generate_all, mixed, wait_until
+from nodes import PAGE, Pair, check_pools, generate, generate_all, mixed, wait_until
 from paged_model import PagedModel
 from random_checkpoint import write_checkpoint
 from scripted_drafts import SCRIPT, load_with_drafts, place, predicted, script_of
@@ -96,9 +96,7 @@ def check_counts(node, script, found, prompts=PROMPTS, max_tokens=NEW):
 
 def idle(node):
     wait_until(lambda: not node.state()["requests"], "the node is idle")
-    for pool in node.pools:
-        wait_until(lambda p=pool: p.counts().free == p.counts().total, "every page is free")
-        pool.check()
+    check_pools(node)
     contexts = node.prefiller._contexts
     rows = set(range(1, node.runner.cache.context_rows))
     assert all(set(free) == rows and len(free) == len(rows) for free in contexts)

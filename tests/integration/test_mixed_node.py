@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import pytest
 from golden_cases import CASES
-from nodes import generate_all, mixed, wait_until
+from nodes import check_pools, generate_all, mixed, wait_until
 
 from jaxdisagg.api import GenerationRequest, RequestError, SamplingParams
 from jaxdisagg.config import CacheConfig, Timeouts
@@ -90,8 +90,7 @@ def test_a_client_that_leaves_frees_its_pages(node):
 
     asyncio.run(run())
     wait_until(lambda: not node.state()["requests"], "the request is gone")
-    wait_until(lambda: node.pools[0].counts().free == node.pools[0].counts().total, "pages")
-    node.pools[0].check()
+    check_pools(node)
 
 
 @pytest.mark.parametrize(

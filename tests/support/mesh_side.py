@@ -24,7 +24,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # read when jax is first imported, below
 import jax
 import plan_damage
 import sentinel_model
-from nodes import engine_for, node_config, wait_until
+from nodes import check_pools, engine_for, node_config, wait_until
 from page_tap import PageTap
 from side_answers import answer_to, described
 
@@ -245,10 +245,7 @@ class MeshSide:
     def _idle(self, name: str, seconds: float) -> None:
         node = self._nodes[name].node
         wait_until(lambda: not any(node.state()["requests"].values()), f"{name} is idle", seconds)
-        for pool in node.pools:
-            free = functools.partial(lambda p: p.counts().free == p.counts().total, pool)
-            wait_until(free, f"the pages of {name} are free", seconds)
-            pool.check()
+        check_pools(node, seconds)
 
 
 def _tuple(value: Any) -> Any:

@@ -1,8 +1,10 @@
 """Whole nodes inside the test's process: real fabric between them, devices apart."""
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +19,7 @@ from jaxdisagg.config import BatchConfig, CacheConfig, MeshConfig, NodeConfig, T
 from jaxdisagg.decode_node import DecodeNode
 from jaxdisagg.model_loading import LoadedModel, load_model
 from jaxdisagg.page_pool import PagePool
+from jaxdisagg.prefill_node import PrefillNode
 
 PAGE = 16
 CHUNK = 64
@@ -93,6 +96,26 @@ def wait_until(condition: Any, what: str, seconds: float = WAIT_SECONDS) -> None
         time.sleep(0.01)
 
 
+def check_pools(node: DecodeNode | PrefillNode, seconds: float = WAIT_SECONDS) -> None:
+    """Wait until every page is free, then check the pools' records, on the thread they belong to.
+
+    From another thread a pool may be seen in the middle of a release.
+    """
+    for pool in node.pools:
+        free = functools.partial(lambda p: p.counts().free == p.counts().total, pool)
+        wait_until(free, "every page is free", seconds)
+        checked: Future[None] = Future()
+
+        def check(pool: PagePool = pool, checked: Future[None] = checked) -> None:
+            try:
+                checked.set_result(pool.check())
+            except RuntimeError as error:
+                checked.set_exception(error)
+
+        node.post(check)
+        checked.result(seconds)
+
+
 def timing_of(node: DecodeNode, request_id: str) -> RequestTiming:
     """A request's account; the prefill node's report may come after the last token."""
     wait_until(lambda: node.timing(request_id) is not None, f"the account of {request_id}")
@@ -157,9 +180,7 @@ class Pair:
             lambda: not any(node.state()["requests"] for node in nodes), "both nodes are idle"
         )
         for node in nodes:
-            for pool in node.pools:
-                wait_until(lambda p=pool: p.counts().free == p.counts().total, "pages are free")
-                pool.check()
+            check_pools(node)
 
     def close(self) -> None:
         """Stop both nodes."""
