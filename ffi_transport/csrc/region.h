@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "fabric.h"
+#include "mirror.h"
 #include "status.h"
 
 namespace ffi_transport {
@@ -25,14 +26,25 @@ uint64_t domain_mask(const Domains& domains) {
   return mask;
 }
 
+// How peers reach a region, and how it is written from.
+enum class MemoryMode : uint8_t {
+  kHost,    // memory of this process
+  kDirect,  // a device's, which the NIC reads and writes itself
+  kStaged,  // a device's, which it cannot: copies go through host memory
+};
+
 struct Region {
   struct Access {
     uint32_t domain = 0;  // index among the engine's
     std::unique_ptr<Registration> registration;
   };
   int64_t id = 0;
-  uint64_t address = 0;
+  uint64_t address = 0;  // of the memory itself, be it a device's
   uint64_t length = 0;
+  int device = -1;  // the CUDA ordinal, -1 for host memory
+  MemoryMode mode = MemoryMode::kHost;
+  // Staged: what is registered and announced in its place; it outlives its registrations below.
+  std::unique_ptr<Mirror> mirror;
   std::vector<Access> domains;  // those that it is registered with, ascending; at least one
   // Writes that read from it right now, and the mark that no more may begin. A poster counts
   // itself in and then reads the mark; deregister sets the mark and then reads the count; both
