@@ -1,0 +1,262 @@
+"""All that this project uses of Pallas' Mosaic GPU back end, under names of its own.
+
+The library calls its interface unstable, so no other module imports it: where two releases differ,
+the difference is here. Kernels are written for Hopper (sm_90a): loads by the tensor memory
+accelerator (TMA) into swizzled shared memory, `wgmma` matmuls of 64 rows, warpgroups that take
+different parts. "Ref" is a reference to global or shared memory that a kernel is given; a slice of
+one is `ref.at[...]`, one dynamic index or `span` per axis.
+
+Every kernel also runs on a CPU in the library's interpret mode, which reports data races. What that
+mode lacks is made up for here; functions that differ there take `interpret`.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paging import MASKED
+
+TILE_ROWS = 64  # rows of one wgmma
+SHARED_LIMIT = 232_448  # bytes of shared memory that one block may have on Hopper
+# Softmax is taken in base 2, the exponential that the hardware has: scores times this.
+LOG2_E = math.log2(math.e)
+WARPGROUP = "warpgroup"  # the axis whose index tells a block's warpgroups apart
+
+Ref = Any  # the library's references have no public type
+when = pl.when
+span = pl.ds
+
+
+# Launching, and what a block owns -----------------------------------------------------------------
+
+
+def shared_tile(shape: Sequence[int], dtype: jax.typing.DTypeLike) -> Any:
+    """Scratch in shared memory that wgmma reads and TMA fills: [..., rows, columns].
+
+    Stored as 8-row tiles one swizzle wide, so that neither has bank conflicts. Rows are a multiple
+    of 8; a row takes a multiple of 64 bytes.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = 128 if shape[-1] * itemsize % 128 == 0 else 64
+    transforms = (
+        plgpu.TilingTransform((8, swizzle // itemsize)),
+        plgpu.SwizzleTransform(swizzle),
+    )
+    return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
+def shared(shape: Sequence[int], dtype: jax.typing.DTypeLike) -> Any:
+    """Scratch in shared memory, row-major, for values that no wgmma reads."""
+    return plgpu.SMEM(tuple(shape), dtype)
+
+
+def barriers(count: int, arrivals: int = 1) -> Any:
+    """Scratch of `count` barriers, each complete after `arrivals` loads or `arrive` calls."""
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
+def launch(
+    body: Callable[..., None],
+    out: Sequence[jax.ShapeDtypeStruct],
+    *,
+    grid: Mapping[str, int],
+    scratch: Sequence[Any],
+    warpgroups: int = 1,
+    name: str,
+    interpret: bool = False,
+) -> Callable[..., Sequence[jax.Array]]:
+    """The kernel `body` as a function of arrays that returns arrays like `out`.
+
+    body(*inputs, *outputs, *scratch) is run by every warpgroup (128 threads) of every block of the
+    grid; `lax.axis_index` of a name in `grid`, or of WARPGROUP, tells which one. The first axis of
+    the grid varies fastest. interpret: run on the CPU, with race detection.
+    """
+    return plgpu.kernel(
+        body,
+        out_type=list(out),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        scratch_types=list(scratch),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+        kernel_name=name,
+        num_threads=warpgroups if warpgroups > 1 else None,
+        thread_name=WARPGROUP if warpgroups > 1 else None,
+    )
+
+
+def move_registers(count: int, action: Literal["increase", "decrease"]) -> None:
+    """Let each thread of this warpgroup have `count` registers, a multiple of 8.
+
+    A block has 512 for one thread of each of its warpgroups together; those that load give some up
+    so that those that compute may have more.
+    """
+    plgpu.set_max_registers(count, action=action)
+
+
+# Moving data --------------------------------------------------------------------------------------
+
+
+def load(src: Ref, dst: Ref, barrier: Ref) -> None:
+    """Start a copy of global memory into shared memory; `barrier` counts it when it is there."""
+    plgpu.copy_gmem_to_smem(src, dst, barrier)
+
+
+def store(src: Ref, dst: Ref) -> None:
+    """Start a copy of shared memory to global memory; `commit` what was written before."""
+    plgpu.copy_smem_to_gmem(src, dst)
+
+
+def drain_stores() -> None:
+    """Wait until every copy that this warpgroup started with `store` is done."""
+    plgpu.wait_smem_to_gmem(0)
+
+
+def wait(barrier: Ref) -> None:
+    """Wait for the barrier's next completion.
+
+    A warpgroup that waits on a barrier has to wait for each of its completions, the last ones too:
+    interpret mode of jax 0.11.2 refuses a kernel that ends before (so the warpgroup that loads
+    waits at its end until every slot was given back).
+    """
+    plgpu.barrier_wait(barrier)
+
+
+def arrive(barrier: Ref) -> None:
+    """Count one arrival of this warpgroup."""
+    plgpu.barrier_arrive(barrier)
+
+
+def commit() -> None:
+    """Make this warpgroup's own accesses of shared memory visible to later copies and matmuls."""
+    plgpu.commit_smem()
+
+
+# Values in registers ------------------------------------------------------------------------------
+
+
+def zeros(rows: int, columns: int) -> jax.Array:
+    """f32 [rows, columns], spread over a warpgroup as wgmma spreads its results."""
+    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def per_row(value: float, rows: int) -> jax.Array:
+    """f32 [rows] of one value, spread as the rows of a wgmma result."""
+    full = jnp.full((rows,), value, jnp.float32)
+    return plgpu.layout_cast(full, plgpu.Layout.WGMMA.reduce(1))
+
+
+def ids(rows: int, columns: int, axis: int) -> jax.Array:
+    """i32 [rows, columns] of each element's index along the axis."""
+    return plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=plgpu.Layout.WGMMA)
+
+
+def across(values: jax.Array, like: jax.Array) -> jax.Array:
+    """[rows] repeated along the columns of `like` [rows, columns]."""
+    return lax.broadcast_in_dim(values, like.shape, [0])
+
+
+def read(ref: Ref) -> jax.Array:
+    """The contents [rows, columns] of a shared tile, spread as a wgmma result."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA)
+
+
+def read_per_row(ref: Ref) -> jax.Array:
+    """The contents [rows] of shared or global memory, spread as the rows of a wgmma result."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+
+# Matmuls ------------------------------------------------------------------------------------------
+
+
+def scores(q: Ref, k: Ref, *more: tuple[Ref, Ref]) -> jax.Array:
+    """f32 [M, N], q @ k.T of shared tiles q [M, D] and k [N, D]; M a multiple of 64.
+
+    The products of `more` such pairs, of the same M and N, are added.
+    """
+
+    def multiply(acc: Ref) -> jax.Array:
+        for left, right in ((q, k), *more):
+            plgpu.wgmma(acc, left, right.transpose((1, 0)))
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((q.shape[0], k.shape[0]), jnp.float32))
+
+
+def accumulate(
+    acc: jax.Array,
+    weights: jax.Array,
+    v: Ref,
+    *,
+    interpret: bool,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> jax.Array:
+    """Acc + weights @ v, f32 [M, D], of weights [M, N] in registers and a shared tile v [N, D].
+
+    `meanwhile` runs while the matmul does.
+    """
+    if interpret:
+        # Interpret mode (0.11.2, 0.12) knows neither accumulators with a start value nor operands
+        # in registers. A plain read of v needs an ordering that the matmul does not: `commit`.
+        read_v = v[...]
+        commit()
+        meanwhile()
+        return acc + jnp.dot(weights, read_v, preferred_element_type=jnp.float32)
+
+    def multiply(ref: Ref) -> None:
+        plgpu.wgmma(ref, weights, v)
+        meanwhile()
+
+    multiplied: Any = pl.run_state(multiply)(plgpu.ACC.init(acc))
+    return multiplied
+
+
+# Online softmax -----------------------------------------------------------------------------------
+
+
+class Softmax(NamedTuple):
+    """What an online softmax has seen of each row, in base 2 (Milakov and Gimelshein, 2018).
+
+    top: f32 [M], the largest scaled score times log2(e); total: f32 [M], the sum of the weights.
+    """
+
+    top: jax.Array
+    total: jax.Array
+
+
+def softmax_start(rows: int) -> Softmax:
+    """Nothing seen."""
+    return Softmax(per_row(MASKED, rows), per_row(0.0, rows))
+
+
+def softmax_step(
+    seen: Softmax, products: jax.Array, scale: float
+) -> tuple[Softmax, jax.Array, jax.Array]:
+    """Take in a block of products q.k [M, N], the masked ones MASKED; scale > 0.
+
+    Returns what is seen now, the block's weights f32 [M, N], and the factor f32 [M] by which
+    everything accumulated before has to shrink.
+    """
+    factor = scale * LOG2_E
+    # Kept in scaled units, so that the scaling is one fused multiply-add with the subtraction.
+    top = jnp.maximum(seen.top, products.max(axis=1) * factor)
+    weights = jnp.exp2(products * factor - across(top, products))
+    decay = jnp.exp2(seen.top - top)
+    return Softmax(top, seen.total * decay + weights.sum(axis=1)), weights, decay
+
+
+def softmax_divide(seen: Softmax, acc: jax.Array) -> jax.Array:
+    """The accumulated values [M, D] over the weights' sum; rows that saw nothing stay 0."""
+    return acc * across(1.0 / jnp.maximum(seen.total, 1e-30), acc)
+
+
+def softmax_lse(seen: Softmax) -> jax.Array:
+    """Log2 of the sum of all weights before shrinking, f32 [M]; MASKED where nothing was seen."""
+    total = jnp.maximum(seen.total, 1e-30)
+    return jnp.where(seen.total > 0, seen.top + jnp.log(total) * LOG2_E, MASKED)
