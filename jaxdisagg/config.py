@@ -46,7 +46,10 @@ class MeshConfig:
     """Devices of one node: dp replicas of tp ranks; `cpus` pins the node (empty: not pinned).
 
     `ep` adds no devices: experts are cut over `dp`, over `tp` or over all of them, that many parts.
-    `processes` hold equal shares of the devices, in rank order.
+    `processes` hold equal shares of the devices, in rank order. `gpus` are the node's CUDA devices
+    in rank order, one for each of its devices, counted among those that CUDA_VISIBLE_DEVICES names
+    where it is set; () is what a deployment deals, or jax finds. A process on a machine of its own
+    may name its share alone.
     """
 
     tp: int = 1
@@ -54,6 +57,7 @@ class MeshConfig:
     ep: int = 1
     cpus: tuple[int, ...] = ()
     processes: int = 1
+    gpus: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _at_least(1, tp=self.tp, dp=self.dp, ep=self.ep, processes=self.processes)
@@ -66,6 +70,18 @@ class MeshConfig:
                 f"ep={self.ep} must be 1, dp={self.dp}, tp={self.tp} or dp*tp={self.devices}"
             )
         _at_least(0, **{f"cpus[{i}]": cpu for i, cpu in enumerate(self.cpus)})
+        self._check_gpus()
+
+    def _check_gpus(self) -> None:
+        _at_least(0, **{f"gpus[{i}]": gpu for i, gpu in enumerate(self.gpus)})
+        for gpu in self.gpus:
+            if self.gpus.count(gpu) > 1:
+                raise ValueError(f"gpus: {gpu} is named twice")
+        if len(self.gpus) not in (0, self.devices, self.devices // self.processes):
+            raise ValueError(
+                f"gpus={'+'.join(map(str, self.gpus))}: {len(self.gpus)} for the "
+                f"dp*tp={self.devices} devices of processes={self.processes}"
+            )
 
     @property
     def devices(self) -> int:
@@ -78,6 +94,13 @@ class MeshConfig:
         if n < self.processes:
             return self.cpus
         return self.cpus[process * n // self.processes : (process + 1) * n // self.processes]
+
+    def gpus_of(self, process: int) -> tuple[int, ...]:
+        """The CUDA devices of one process: its share of `gpus`, or all where they are its share."""
+        share = self.devices // self.processes
+        if len(self.gpus) <= share:
+            return self.gpus
+        return self.gpus[process * share : (process + 1) * share]
 
 
 @dataclass(frozen=True)
@@ -158,7 +181,9 @@ class NodeConfig:
     numbers. `mtp` loads the model's multi-token-prediction module, which drafts tokens for the
     decode steps to check; both sides of a pair must agree on it. Of a node of several processes,
     each has the same configuration but for `process`, its number, and `group`, "host:port" at which
-    process 0 listens for the others (there None: a free port of `host`).
+    process 0 listens for the others (there None: a free port of `host`). `gpu_memory` is the part
+    of each GPU's memory that the node takes for itself at once; 0 is what a deployment deals to
+    nodes that share a GPU, or jax's own default.
     """
 
     role: Role
@@ -178,6 +203,7 @@ class NodeConfig:
     max_requests: int = 256
     rules: Path | None = None
     mtp: bool = False
+    gpu_memory: float = 0.0
     process: int = 0
     group: str | None = None
 
@@ -195,6 +221,8 @@ class NodeConfig:
             raise ValueError(f"id={self.id!r} must be 1 to {MAX_ID} printable ASCII characters")
         _check_port(http_port=self.http_port, fabric_port=self.fabric_port)
         _at_least(1, max_requests=self.max_requests)
+        if not 0 <= self.gpu_memory < 1:  # also nan
+            raise ValueError(f"gpu_memory={self.gpu_memory} must be a part of 1, as 0.4")
 
     def _check_nics(self) -> None:
         if self.nics and self.role == "mixed":

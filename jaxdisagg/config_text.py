@@ -10,6 +10,7 @@ import msgspec
 from jaxdisagg.config import DEFAULT_PORT, NodeConfig, ServeConfig, is_number
 
 MAX_CPUS = 4096
+MAX_GPUS = 1024
 
 
 def parse_numbers(text: str, option: str) -> tuple[int, ...]:
@@ -20,18 +21,28 @@ def parse_numbers(text: str, option: str) -> tuple[int, ...]:
         raise ValueError(f"{option}={text!r}: expected numbers such as 64,256") from None
 
 
-def parse_cpus(text: str) -> tuple[int, ...]:
-    """CPU numbers from `0`, `0+2` or `0-3`."""
-    cpus: list[int] = []
+def parse_list(text: str, option: str, limit: int) -> tuple[int, ...]:
+    """Numbers below `limit` from `0`, `0+2` or `0-3`. Raises ValueError naming the option."""
+    found: list[int] = []
     for part in text.split("+"):
         first, _, last = part.partition("-")
         last = last or first
         if not is_number(first) or not is_number(last) or int(first) > int(last):
-            raise ValueError(f"cpus={text!r}: expected numbers such as 0, 0+2 or 0-3")
-        if int(last) >= MAX_CPUS:
-            raise ValueError(f"cpus={text!r}: CPU numbers are below {MAX_CPUS}")
-        cpus.extend(range(int(first), int(last) + 1))
-    return tuple(cpus)
+            raise ValueError(f"{option}={text!r}: expected numbers such as 0, 0+2 or 0-3")
+        if int(last) >= limit:
+            raise ValueError(f"{option}={text!r}: the numbers must be below {limit}")
+        found.extend(range(int(first), int(last) + 1))
+    return tuple(found)
+
+
+_LISTS = {"cpus": MAX_CPUS, "gpus": MAX_GPUS}
+
+
+def _fraction(value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"gpu_memory={value!r}: expected a part of 1, as 0.4") from None
 
 
 def parse_node(text: str, base: NodeConfig) -> NodeConfig:
@@ -44,8 +55,11 @@ def parse_node(text: str, base: NodeConfig) -> NodeConfig:
         key, eq, value = item.partition("=")
         if key in mesh or key in cache or key in node:
             raise ValueError(f"{key} comes twice in {text!r}")
-        if key == "cpus" and eq:
-            mesh["cpus"] = parse_cpus(value)
+        if key in _LISTS and eq:
+            mesh[key] = parse_list(value, key, _LISTS[key])
+            continue
+        if key == "gpu_memory" and eq:
+            node[key] = _fraction(value)
             continue
         if key == "nics" and eq:
             node["nics"] = tuple(value.split("+"))
@@ -56,8 +70,8 @@ def parse_node(text: str, base: NodeConfig) -> NodeConfig:
         }.get(key)  # fmt: skip
         if target is None or not eq:
             raise ValueError(
-                f"{item!r}: expected tp=, dp=, ep=, processes=, cpus=, nics=, pages=, "
-                "page_size=, http_port=, fabric_port="
+                f"{item!r}: expected tp=, dp=, ep=, processes=, cpus=, gpus=, gpu_memory=, nics=, "
+                "pages=, page_size=, http_port=, fabric_port="
             )
         if not is_number(value):
             raise ValueError(f"{key}={value!r}: expected a whole number")

@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 
 from jaxdisagg.config import START_SECONDS, NodeConfig, ServeConfig
+from jaxdisagg.gpu_setup import visible_gpus
+from jaxdisagg.gpu_sharing import share_gpus
 from jaxdisagg.group.key import KEY_VARIABLE
 from jaxdisagg.node_process import encode_config
 from jaxdisagg.router_thread import RouterThread
@@ -86,13 +88,14 @@ class Deployment:
         """Start everything; returns once every decode node can serve.
 
         Raises DeploymentError, with everything stopped again, if a node does not fit its model or
-        its peers (before any process is started), says what is wrong, ends, or is not ready in
-        time. Raises ValueError if the router's port cannot be had.
+        its peers or the machine's GPUs (before any process is started), says what is wrong, ends,
+        or is not ready in time. Raises ValueError if the router's port cannot be had.
         """
         try:
             self._check_fit()
+            nodes = self._share_gpus()
             self.url = self._router.start(self.config.host, self.config.port)
-            for node in self.config.nodes:
+            for node in nodes:
                 self.nodes.append(self._spawn(replace(node, router=self.url)))
             self._wait_ready(time.monotonic() + START_SECONDS)
             self._wait_connected(time.monotonic() + 30.0)
@@ -107,6 +110,12 @@ class Deployment:
         try:
             check_nodes(self.config.nodes)
         except (FileNotFoundError, ValueError) as error:
+            raise DeploymentError(str(error)) from None
+
+    def _share_gpus(self) -> tuple[NodeConfig, ...]:
+        try:
+            return share_gpus(self.config.nodes, visible_gpus())
+        except ValueError as error:
             raise DeploymentError(str(error)) from None
 
     def _spawn(self, node: NodeConfig, key: str = "") -> NodeProcess:

@@ -43,6 +43,17 @@ def resolve_limits(node: NodeConfig) -> NodeConfig:
     return replace(node, batch=replace(node.batch, max_model_len=length))
 
 
+def _own_devices(node: NodeConfig) -> list[jax.Device]:
+    """The node's devices; where it names GPUs, a CUDA back end that does not start is an error."""
+    try:
+        return node_devices(node.mesh.devices, node.mesh.processes)
+    except RuntimeError as error:  # as jax says it
+        if not node.mesh.gpus:
+            raise
+        words = "+".join(map(str, node.mesh.gpus))
+        raise ValueError(f"gpus={words}: jax cannot use them: {error}") from None
+
+
 def load_model(node: NodeConfig, devices: Sequence[jax.Device] | None = None) -> LoadedModel:
     """Load the node's model onto its mesh (of `devices`, by default the node's own).
 
@@ -54,7 +65,7 @@ def load_model(node: NodeConfig, devices: Sequence[jax.Device] | None = None) ->
     fit = fit_model(node)
     config, rules = fit.config, fit.rules
     if devices is None:
-        devices = node_devices(node.mesh.devices, node.mesh.processes)
+        devices = _own_devices(node)
     mesh = make_mesh(
         tp=node.mesh.tp, dp=node.mesh.dp, kv_heads=fit.layout.kv_heads, devices=devices
     )

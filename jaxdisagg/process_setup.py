@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 from jaxdisagg.config import NodeConfig
+from jaxdisagg.gpu_setup import set_gpus
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +47,12 @@ def pin(node: NodeConfig) -> None:
 
 
 def set_environment(node: NodeConfig, cache: Path) -> None:
-    """Enough host devices for the process, and a compilation cache that all nodes share."""
+    """Enough devices for the process, and a compilation cache that all nodes share.
+
+    Raises ValueError naming `gpus` for CUDA devices that cannot be used (`gpu_setup.set_gpus`).
+    """
     processes = node.mesh.processes
+    set_gpus(node)
     set_host_devices(node.mesh.devices // processes, exactly=processes > 1)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")

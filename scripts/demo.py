@@ -1,7 +1,7 @@
 """Serve a model disaggregated, ask it a question, account for the answer, compare with one process.
 
 Everything runs on this machine: one prefill node and one decode node as processes of their own on
-CPU meshes, connected by libfabric's best software provider.
+CPU meshes, or where jax finds GPUs on those, connected by libfabric's best provider.
 """
 
 import json
@@ -24,6 +24,7 @@ from serve import default_cpus
 from jaxdisagg.config import BatchConfig, NodeConfig, ServeConfig
 from jaxdisagg.config_text import parse_node
 from jaxdisagg.deployment import Deployment
+from jaxdisagg.gpu_setup import visible_gpus
 from jaxdisagg.start_progress import print_error, start_or_exit
 
 console = Console()
@@ -190,7 +191,7 @@ def make_configs(
         if prefill is not None or decode is not None:
             raise ValueError("--tp is short for both nodes: use it without --prefill and --decode")
         prefill = decode = f"tp={tp}"
-    defaults = default_nodes(model)
+    defaults = default_nodes(model, visible_gpus())
     base = NodeConfig(role="mixed", model=model_folder(model), dtype=dtype, batch=ONE_AT_A_TIME)
     nodes = []
     for role, text, default, cpus in (

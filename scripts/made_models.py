@@ -24,6 +24,7 @@ class MadeModel:
     options: dict[str, Any]
     prefill: str
     decode: str
+    devices: int = 2  # that the larger of them takes
 
 
 # The vocabulary holds the tokenizer of bytes and divides by every small tp.
@@ -72,10 +73,16 @@ def model_folder(model: Path, folder: Path = FOLDER) -> Path:
     return target
 
 
-def default_nodes(model: Path) -> tuple[str, str]:
-    """A prefill and a decode node for a model, as `parse_node` takes them."""
+def default_nodes(model: Path, gpus: int = 0) -> tuple[str, str]:
+    """A prefill and a decode node for a model, as `parse_node` takes them.
+
+    `gpus` is how many there are (0: CPU devices, of which there are enough): with fewer than a made
+    model's nodes take, each has one.
+    """
     recipe = made(model)
-    return (recipe.prefill, recipe.decode) if recipe is not None else ("", "")
+    if recipe is None or 0 < gpus < recipe.devices:
+        return "", ""
+    return recipe.prefill, recipe.decode
 
 
 def _made_with(folder: Path) -> str | None:

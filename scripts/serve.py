@@ -15,6 +15,7 @@ from rich.console import Console
 from jaxdisagg.config import DEFAULT_PORT, BatchConfig, NodeConfig, ServeConfig
 from jaxdisagg.config_text import parse_node, parse_numbers, serve_from_toml
 from jaxdisagg.deployment import Deployment
+from jaxdisagg.gpu_setup import visible_gpus
 from jaxdisagg.start_progress import print_error, start_or_exit
 
 console = Console(stderr=True)
@@ -89,7 +90,7 @@ def main(
         if config is not None and (prefill or decode or mixed):
             raise ValueError("--config describes the nodes: use it without --prefill, ...")
         if not (prefill or decode or mixed):
-            defaults = zip(default_nodes(model), default_cpus(2), strict=True)
+            defaults = zip(default_nodes(model, visible_gpus()), default_cpus(2), strict=True)
             prefill, decode = ([f"{node},{cpus}"] for node, cpus in defaults)
         base = replace(base, cache=replace(base.cache, page_size=page_size, pages=pages))
         serve = (

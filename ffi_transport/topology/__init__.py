@@ -6,7 +6,12 @@
 
 from ffi_transport.topology.assigning import DeviceNics, assign, closeness
 from ffi_transport.topology.choosing import FabricChoice, choices, groups
-from ffi_transport.topology.cuda import cuda_addresses
+from ffi_transport.topology.cuda import (
+    CudaDevice,
+    CudaQuery,
+    CudaUnavailable,
+    cuda_addresses,
+)
 from ffi_transport.topology.machine import (
     Gpu,
     Nic,
@@ -20,6 +25,9 @@ from ffi_transport.topology.machine import (
 from ffi_transport.topology.reading import read_topology
 
 __all__ = [
+    "CudaDevice",
+    "CudaQuery",
+    "CudaUnavailable",
     "DeviceNics",
     "FabricChoice",
     "Gpu",

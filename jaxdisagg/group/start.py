@@ -18,8 +18,8 @@ _LEAST_WATCH_SECONDS = 100
 def comparable(node: NodeConfig) -> str:
     """What must be the same in all processes of a node, as JSON.
 
-    Not the process's own number and addresses, its CPUs and NICs, nor paths, which may differ by
-    machine: the model and the rules are compared as loaded.
+    Not the process's own number and addresses, its CPUs, GPUs and NICs, nor paths, which may differ
+    by machine: the model and the rules are compared as loaded.
     """
     same = replace(
         node,
@@ -32,7 +32,8 @@ def comparable(node: NodeConfig) -> str:
         model=Path(),
         rules=None,
         nics=(),
-        mesh=replace(node.mesh, cpus=()),
+        gpu_memory=0.0,
+        mesh=replace(node.mesh, cpus=(), gpus=()),
     )
     return msgspec.json.encode(same, enc_hook=str).decode()
 
@@ -59,8 +60,9 @@ def differences(ours: str, leaders: str) -> str | None:
 def initialize(coordinator: str, node: NodeConfig, timeout: float) -> None:
     """Let jax know the devices of all processes; process 0 coordinates at this address.
 
-    On CPUs collectives go over gloo. Before the first use of a device. Raises GroupError if not
-    all of them come within `timeout` seconds.
+    On CPUs collectives go over gloo, on GPUs over NCCL; there each process sees its own devices
+    alone (`gpu_setup`), so that all it sees are its share. Before the first use of a device. Raises
+    GroupError if not all of them come within `timeout` seconds.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself

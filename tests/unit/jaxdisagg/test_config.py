@@ -16,7 +16,7 @@ from jaxdisagg.config import (
     ServeConfig,
     Timeouts,
 )
-from jaxdisagg.config_text import parse_cpus, parse_node, serve_from_toml
+from jaxdisagg.config_text import MAX_CPUS, parse_list, parse_node, serve_from_toml
 
 BASE = NodeConfig(role="decode", model=Path("m"))
 
@@ -45,7 +45,7 @@ def test_a_node_from_the_command_line():
         ("cpus=a", "cpus='a': expected numbers"),
         ("cpus=1-x", "cpus='1-x': expected numbers"),
         ("cpus=3-1", "cpus='3-1': expected numbers"),
-        ("cpus=0-999999999999", "CPU numbers are below 4096"),
+        ("cpus=0-999999999999", "cpus=.*: the numbers must be below 4096"),
         ("tp=²", "tp='²': expected a whole number"),
         ("http_port=99999", r"http_port=99999 must be in 0\.\.65535"),
         ("pages=1", "pages=1 must be at least 2"),
@@ -100,8 +100,8 @@ def test_a_deployment_starts_whole_nodes():
 
 
 def test_cpu_lists():
-    assert parse_cpus("3") == (3,)
-    assert parse_cpus("0-2+5") == (0, 1, 2, 5)
+    assert parse_list("3", "cpus", MAX_CPUS) == (3,)
+    assert parse_list("0-2+5", "cpus", MAX_CPUS) == (0, 1, 2, 5)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ def test_a_model_is_made_once_and_again_when_its_recipe_changes(tmp_path: Path, 
 def test_what_is_no_name_is_a_folder(tmp_path: Path, monkeypatch):
     assert model_folder(tmp_path / "none") == tmp_path / "none"
     assert default_nodes(tmp_path) == ("", "")
+    assert default_nodes(NAME, 1) == ("", "")  # GPUs, where none can be made up
+    assert default_nodes(NAME, 2) == default_nodes(NAME) == ("tp=2,ep=2", "tp=2,ep=2")
     (tmp_path / NAME).mkdir()
     monkeypatch.chdir(tmp_path)
     assert model_folder(NAME, tmp_path / "made") == NAME

@@ -37,7 +37,7 @@ def test_what_is_left_out_has_its_default():
         (['{"role": "decode", "model": "m", "tp": 2}'], "tp: unknown; a node has batch, cache, "),
         (
             ['{"role": "decode", "model": "m", "mesh": {"pp": 2}}'],
-            "mesh.pp: unknown; mesh has cpus, dp, ep, processes, tp",
+            "mesh.pp: unknown; mesh has cpus, dp, ep, gpus, processes, tp",
         ),
     ],
 )
