@@ -5,11 +5,12 @@ import importlib
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import tokenizers
+from fake_cuda import VARIABLE, FakeCuda, build
 from hypothesis import HealthCheck, settings
 from repository import REPOSITORY, load_script
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -77,6 +78,22 @@ def tiny_tokenizer(tiny_folder: Path) -> Tokenizer:
 def smollm2_folder() -> Path:
     """The folder of SmolLM2-135M-Instruct in f32, fetched once and kept."""
     return load_script("fetch_smollm2").fetch()
+
+
+@pytest.fixture(scope="session")
+def fake_cuda_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fake CUDA driver, compiled once."""
+    return build(tmp_path_factory.mktemp("fake_cuda"))
+
+
+@pytest.fixture
+def fake_cuda(fake_cuda_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """Engines made in the test take the fake driver for libcuda.so.1."""
+    monkeypatch.setenv(VARIABLE, str(fake_cuda_library))
+    fake = FakeCuda(fake_cuda_library)
+    fake.reset()
+    yield fake
+    fake.reset()
 
 
 @pytest.fixture(scope="session")
