@@ -1,6 +1,8 @@
 """Which back end runs an operation: named, or chosen by the platform of the lowered program.
 
-Every op has one signature. Its `api.py` checks the shapes and hands its back ends to `dispatch`.
+Every op has one signature. Its `api.py` checks the shapes and hands its back ends to `dispatch`:
+"reference" (the truth for tests), "xla" (every platform), "mosaic_gpu" (Hopper's kernel) and
+"mosaic_interpret" (that kernel on a CPU, with race detection).
 """
 
 from collections.abc import Callable, Mapping
@@ -10,6 +12,7 @@ from jax import lax
 
 # "auto" takes the platform's own kernel where there is one, and "xla" everywhere else.
 AUTO = "auto"
+MOSAIC = ("mosaic_gpu", "mosaic_interpret")
 Kernel = Callable[..., jax.Array]
 
 
@@ -17,21 +20,25 @@ def dispatch(
     backend: str,
     backends: Mapping[str, Kernel],
     operands: tuple[jax.Array, ...],
-    platforms: Mapping[str, str] | None = None,
+    unsupported: str | None = None,
 ) -> jax.Array:
     """Run `backends[backend]` on the operands.
 
-    `platforms` names, for "auto", the back end of each platform that has a better one than "xla"
-    (as `{"cuda": "mosaic_gpu"}`). Raises ValueError for a back end that the op does not have.
+    "auto" is "mosaic_gpu" in programs for CUDA where the op has it and it takes the operands, and
+    "xla" elsewhere. `unsupported` says why the Mosaic kernel does not take them, None if it does.
+    Raises ValueError for a back end that the op does not have or that does not take the operands.
     """
     if backend == AUTO:
-        special = {p: backends[name] for p, name in (platforms or {}).items()}
-        if not special:
+        if "mosaic_gpu" not in backends or unsupported is not None:
             return backends["xla"](*operands)
-        return lax.platform_dependent(*operands, default=backends["xla"], **special)
+        return lax.platform_dependent(
+            *operands, default=backends["xla"], cuda=backends["mosaic_gpu"]
+        )
     if backend not in backends:
         known = ", ".join((AUTO, *sorted(backends)))
         raise ValueError(f"backend: {backend!r} is not one of {known}")
+    if backend in MOSAIC and unsupported is not None:
+        raise ValueError(f"backend: {backend!r} does not take these operands: {unsupported}")
     return backends[backend](*operands)
 
 

@@ -152,9 +152,13 @@ def per_row(value: float, rows: int) -> jax.Array:
     return plgpu.layout_cast(full, plgpu.Layout.WGMMA.reduce(1))
 
 
-def ids(rows: int, columns: int, axis: int) -> jax.Array:
-    """i32 [rows, columns] of each element's index along the axis."""
-    return plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=plgpu.Layout.WGMMA)
+def ids(rows: int, columns: int, axis: int, *, of_bytes: bool = False) -> jax.Array:
+    """i32 [rows, columns] of each element's index along the axis.
+
+    Spread as wgmma spreads its results, or, if `of_bytes`, as `read_e4m3` spreads what it reads.
+    """
+    layout = plgpu.Layout.WGMMA_UPCAST_2X if of_bytes else plgpu.Layout.WGMMA
+    return plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=layout)
 
 
 def across(values: jax.Array, like: jax.Array) -> jax.Array:
@@ -165,6 +169,15 @@ def across(values: jax.Array, like: jax.Array) -> jax.Array:
 def read(ref: Ref) -> jax.Array:
     """The contents [rows, columns] of a shared tile, spread as a wgmma result."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA)
+
+
+def read_e4m3(ref: Ref) -> jax.Array:
+    """The contents [rows, columns] of a shared tile of e4m3 bytes (uint8), in f16: all exact.
+
+    f16 and not bf16, since Hopper converts a pair of bytes to f16 in one instruction.
+    """
+    read_bytes = plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    return lax.bitcast_convert_type(read_bytes, jnp.float8_e4m3fn).astype(jnp.float16)
 
 
 def read_per_row(ref: Ref) -> jax.Array:

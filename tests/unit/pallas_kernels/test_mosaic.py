@@ -2,8 +2,9 @@
 
 import re
 
-from pallas_kernels.cost import Cost
 from repository import REPOSITORY
+
+from pallas_kernels.cost import Cost
 
 PRODUCT = ("pallas_kernels", "models", "jaxdisagg", "ffi_transport", "scripts")
 
