@@ -26,6 +26,10 @@ TILE_ROWS = 64  # rows of one wgmma
 SHARED_LIMIT = 232_448  # bytes of shared memory that one block may have on Hopper
 # Softmax is taken in base 2, the exponential that the hardware has: scores times this.
 LOG2_E = math.log2(math.e)
+# What an online softmax begins at: below any real score, and far above a masked one however scaled.
+# Beginning at a masked score, a row that sees nothing yet would weigh by the exponential of how a
+# masked product differs from itself rounded: 1, or infinity where the two are one multiply-add.
+FLOOR = -1e20
 WARPGROUP = "warpgroup"  # the axis whose index tells a block's warpgroups apart
 
 Ref = Any  # the library's references have no public type
@@ -245,7 +249,7 @@ class Softmax(NamedTuple):
 
 def softmax_start(rows: int) -> Softmax:
     """Nothing seen."""
-    return Softmax(per_row(MASKED, rows), per_row(0.0, rows))
+    return Softmax(per_row(FLOOR, rows), per_row(0.0, rows))
 
 
 def softmax_step(
