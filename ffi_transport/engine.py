@@ -17,10 +17,12 @@ from ffi_transport import _native
 from ffi_transport.errors import FabricUnavailable
 from ffi_transport.types import (
     TRACE_DTYPE,
+    ArrivalFailed,
     CounterOvershoot,
     CounterReached,
     EngineConfig,
     Event,
+    Landing,
     MemoryRegion,
     MessageReceived,
     PageList,
@@ -51,6 +53,7 @@ _EVENTS: "tuple[Callable[[_native.EventTuple], Event], ...]" = (
     lambda e: CounterReached(e[2], e[3]),
     lambda e: CounterOvershoot(e[2], e[3], e[4]),
     lambda e: TriggerFault(e[8], e[2], e[3], e[4], e[9].decode()),
+    lambda e: ArrivalFailed(e[2], e[8]),
 )
 
 _NATIVE_TRACE = np.dtype(
@@ -208,16 +211,41 @@ class TransferEngine:
 
     # ---- counters ----------------------------------------------------------------------------
 
-    def arm(self, slot: int, expected: int, *, adopt_early: bool = False) -> None:
+    def arm(
+        self,
+        slot: int,
+        expected: int,
+        *,
+        adopt_early: bool = False,
+        landings: Sequence[Landing] = (),
+    ) -> None:
         """Expect `expected` units on a slot; CounterReached follows when they have landed.
 
         Units that came while the slot was not armed are stale and dropped, or counted with
         `adopt_early`. A ValueError if the slot is armed.
+
+        `landings` says which pages the units fill. In a device's memory CounterReached then waits
+        until the device can read them: where a NIC wrote them, for a flush if the device needs one;
+        where they landed in a host mirror, for their copies (or it is ArrivalFailed). Regions of
+        host memory need no landing. A ValueError if a page leaves its region, FabricUnavailable if
+        a device cannot be opened.
         """
-        self._native.arm(slot, expected, adopt_early)
+        native = [
+            (
+                [region.id for region in landing.regions],
+                _pages("pages", landing.pages),
+                landing.page_bytes,
+            )
+            for landing in landings
+        ]
+        self._native.arm(slot, expected, adopt_early, native)
 
     def disarm(self, slot: int) -> None:
-        """Forget a slot's count; later units on it are stale."""
+        """Forget a slot's count; later units on it are stale.
+
+        When this returns nothing is copied into a device for the slot any more: it waits for the
+        copies that have begun. TransferTimeout if they have hung, so that its pages are not safe.
+        """
         self._native.disarm(slot)
 
     def seen(self, slot: int) -> int:

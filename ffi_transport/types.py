@@ -148,6 +148,22 @@ class RemoteRegion:
             raise ValueError(f"length: {self.length}, the descriptor says {length}")
 
 
+@dataclass(frozen=True, eq=False)
+class Landing:
+    """Pages that the writes of one slot fill: the same ones of each of `regions`.
+
+    Page p of a region starts at p * `page_bytes`; `pages` is a uint32 array [n].
+    """
+
+    regions: tuple[MemoryRegion, ...]
+    pages: PageList
+    page_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.page_bytes < 1:
+            raise ValueError(f"page_bytes: {self.page_bytes}, must be at least 1")
+
+
 @dataclass(frozen=True)
 class PageUnit:
     """Where one unit lies within a page on each side, in bytes.
@@ -259,6 +275,18 @@ class TriggerFault:
     detail: str
 
 
+@dataclass(frozen=True)
+class ArrivalFailed:
+    """All units of a slot have landed, but its pages did not come into a device's memory.
+
+    In place of CounterReached. No copy for the slot is under way any more, unless `error` says that
+    a device has hung: then `disarm` raises TransferTimeout.
+    """
+
+    slot: int
+    error: str
+
+
 Event = (
     PeerConnected
     | PeerLostEvent
@@ -267,6 +295,7 @@ Event = (
     | CounterReached
     | CounterOvershoot
     | TriggerFault
+    | ArrivalFailed
 )
 
 TRACE_DTYPE = np.dtype(

@@ -147,6 +147,14 @@ Engine::PlanRequest to_request(const nb::tuple& write) {
   return request;
 }
 
+// ([region of each], pages, page_bytes).
+Engine::LandingRequest to_landing(const nb::tuple& landing) {
+  const Pages pages = nb::cast<Pages>(landing[1]);
+  return {nb::cast<std::vector<int64_t>>(landing[0]),
+          {pages.data(), pages.data() + pages.size()},
+          nb::cast<uint64_t>(landing[2])};
+}
+
 void bind_engine(nb::module_& module) {
   nb::class_<Engine>(module, "Engine")
       .def_prop_ro("provider", &Engine::provider)
@@ -193,9 +201,17 @@ void bind_engine(nb::module_& module) {
            [](Engine& self, int64_t peer) {
              check(unlocked([&] { return self.control().disconnect(peer); }));
            })
-      .def("arm", [](Engine& self, int64_t slot, int64_t expected,
-                     bool adopt_early) { check(self.counters().arm(slot, expected, adopt_early)); })
-      .def("disarm", [](Engine& self, int64_t slot) { check(self.counters().disarm(slot)); })
+      .def("arm",
+           [](Engine& self, int64_t slot, int64_t expected, bool adopt_early,
+              const nb::list& landings) {
+             std::vector<Engine::LandingRequest> requests;
+             for (nb::handle landing : landings) {
+               requests.push_back(to_landing(nb::cast<nb::tuple>(landing)));
+             }
+             check(unlocked([&] { return self.arm(slot, expected, adopt_early, requests); }));
+           })
+      .def("disarm",
+           [](Engine& self, int64_t slot) { check(unlocked([&] { return self.disarm(slot); })); })
       .def("seen", [](Engine& self, int64_t slot) { return check(self.counters().seen(slot)); })
       .def("open_transfer", [](Engine& self, int64_t peer,
                                int64_t slot) { return check(self.open_transfer(peer, slot)); })

@@ -132,6 +132,10 @@ void Engine::close() {
   if (control_) control_->stop();
   if (index_ >= 0) TriggerRegistry::remove(index_);
   for (auto& worker : workers_) worker->stop();
+  {
+    std::lock_guard arrivals_lock(arrivals_mutex_);
+    if (arrivals_) arrivals_->close();
+  }
   for (const TransferPtr& transfer : transfers_.all()) transfer->fail("the engine is closed");
   {
     std::lock_guard regions_lock(regions_mutex_);
@@ -211,7 +215,7 @@ Status Engine::deregister(int64_t id) {
     (*region)->closed.store(false, std::memory_order_seq_cst);
     Status::Detail detail;
     detail.text = "region " + std::to_string(id) + " has " + std::to_string(flying) +
-                  " writes in flight: end or cancel their transfers first";
+                  " writes or arrivals in flight: end or cancel their transfers, disarm its slots";
     detail.id = id;
     return Status(Code::kRegistration, std::move(detail));
   }

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "arrivals.h"
 #include "control_channel.h"
 #include "data_worker.h"
 #include "event_queue.h"
@@ -44,6 +45,7 @@ struct EngineOptions {
   bool trace = false;
   LoopbackOptions loopback;  // tests delay and reorder with it
   size_t trigger_ring = TriggerHub::kRingCapacity;
+  int arrival_timeout_ms = 10000;  // for the copies of one slot into its devices
 };
 
 class Engine : private DataPlane {
@@ -71,6 +73,19 @@ class Engine : private DataPlane {
   Status check_open() const;
 
   ImmCounters& counters() { return counters_; }
+
+  // The same pages of several of this engine's regions, which the writes of a slot will fill.
+  struct LandingRequest {
+    std::vector<int64_t> regions;
+    std::vector<uint32_t> pages;
+    uint64_t page_bytes = 0;
+  };
+  // As ImmCounters::arm. With landings in a device's memory the count is reported once the device
+  // can read them, or as ArrivalFailed.
+  Status arm(int64_t slot, int64_t expected, bool adopt_early,
+             const std::vector<LandingRequest>& landings);
+  // When this returns ok nothing is written into a device for the slot any more.
+  Status disarm(int64_t slot);
 
   Result<int64_t> open_transfer(int64_t peer, int64_t slot);
   Status write(int64_t transfer, int64_t region, uint64_t offset, const RemoteRegion& remote,
@@ -113,6 +128,8 @@ class Engine : private DataPlane {
   Status enqueue(int64_t transfer, RegionPtr source, RemoteRegionPtr remote, UnitList units);
   void distribute(Job job, bool on_first_worker);
   bool read_triggers();
+  Result<std::vector<Landing>> find_landings(const std::vector<LandingRequest>& requests) const;
+  Result<Arrivals*> arrivals();
 
   // DataPlane, on the control thread
   Result<std::vector<std::string>> open_data(int64_t peer) override;
@@ -137,6 +154,9 @@ class Engine : private DataPlane {
   std::unique_ptr<TriggerHub> hub_;
   std::unique_ptr<TraceLog> trigger_trace_;
   std::unique_ptr<ControlChannel> control_;
+
+  std::mutex arrivals_mutex_;
+  std::unique_ptr<Arrivals> arrivals_;  // none until a slot lands in a device's memory
 
   mutable std::mutex regions_mutex_;
   int64_t next_region_ = 1;

@@ -17,6 +17,7 @@ enum class EventKind : int32_t {
   kCounterReached,
   kCounterOvershoot,
   kTriggerFault,
+  kArrivalFailed,
 };
 
 enum class TransferOutcome : int32_t { kCompleted, kCancelled, kFailed };

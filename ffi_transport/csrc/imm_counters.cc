@@ -59,6 +59,12 @@ Result<int64_t> ImmCounters::seen(int64_t slot) const {
   return static_cast<int64_t>(seen_of(words_[slot].load(std::memory_order_acquire)));
 }
 
+bool ImmCounters::complete(int64_t slot, int64_t expected) const {
+  const uint64_t word = words_[slot].load(std::memory_order_acquire);
+  return (word & kArmed) != 0 && expected_of(word) == static_cast<uint64_t>(expected) &&
+         seen_of(word) == static_cast<uint64_t>(expected);
+}
+
 void ImmCounters::add(uint32_t immediate) {
   uint32_t slot, weight;
   if (!codec_.decode(immediate, &slot, &weight)) {
@@ -101,7 +107,9 @@ void ImmCounters::report(uint64_t after, int64_t slot) {
     event.kind = EventKind::kCounterOvershoot;
     bump(stats_->overshoots);
   }
-  events_->push(std::move(event));
+  // Once per slot, and a load that finds nothing where no device's memory is registered.
+  CountGate* gate = gate_.load(std::memory_order_acquire);
+  if (gate == nullptr || !gate->take(event)) events_->push(std::move(event));
 }
 
 }  // namespace ffi_transport
