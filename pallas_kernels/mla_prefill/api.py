@@ -5,7 +5,7 @@ import functools
 import jax
 
 from pallas_kernels.dispatch import AUTO, check_latent, dispatch
-from pallas_kernels.mla_prefill import reference, xla
+from pallas_kernels.mla_prefill import mosaic_gpu, reference, xla
 
 
 def mla_prefill(
@@ -31,7 +31,7 @@ def mla_prefill(
     dtype; padding gives zeros. Any order of tokens is right; tokens of one row side by side are
     fast. Softmax in f32. What lies past the last attended position of a row, NaN included, never
     reaches a result. Works on local shards of any number of heads inside a shard_map. Raises
-    ValueError for shapes that do not fit and for an unknown back end.
+    ValueError for shapes that do not fit and for a back end that is unknown or does not take them.
     """
     check_latent(q, cache, page_table)
     if w_uk.ndim != 3 or w_uv.ndim != 3:
@@ -54,8 +54,13 @@ def mla_prefill(
         raise ValueError(
             f"q {q.shape}, rows {rows.shape} and positions {positions.shape} differ in tokens"
         )
+    kernel = functools.partial(mosaic_gpu.mla_prefill, scale=scale)
     backends = {
         "reference": functools.partial(reference.mla_prefill, scale=scale),
         "xla": functools.partial(xla.mla_prefill, scale=scale),
+        "mosaic_gpu": kernel,
+        "mosaic_interpret": functools.partial(kernel, interpret=True),
     }
-    return dispatch(backend, backends, (q, cache, rows, positions, page_table, w_uk, w_uv))
+    unsupported = mosaic_gpu.supports(q, cache, page_table, w_uk, w_uv)
+    operands = (q, cache, rows, positions, page_table, w_uk, w_uv)
+    return dispatch(backend, backends, operands, unsupported)
