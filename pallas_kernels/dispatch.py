@@ -8,6 +8,7 @@ Every op has one signature. Its `api.py` checks the shapes and hands its back en
 from collections.abc import Callable, Mapping
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 # "auto" takes the platform's own kernel where there is one, and "xla" everywhere else.
@@ -53,6 +54,20 @@ def check_paged(q: jax.Array, cache: jax.Array, page_table: jax.Array) -> None:
         raise ValueError(
             f"q {q.shape} does not fit cache {cache.shape}: head dims must be equal, query heads a "
             f"multiple of KV heads, and the cache's third axis must be K and V"
+        )
+
+
+def check_scale(cache: jax.Array, cache_scale: jax.Array | None, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a uint8 cache, and no other, has an f32 cache_scale of this shape."""
+    if (cache.dtype == jnp.uint8) != (cache_scale is not None):
+        has = "no cache_scale" if cache_scale is None else "a cache_scale"
+        raise ValueError(
+            f"cache_scale: a cache of {cache.dtype} with {has}; uint8, which holds e4m3 numbers, "
+            f"needs one, and no other cache has one"
+        )
+    if cache_scale is not None and (cache_scale.shape != shape or cache_scale.dtype != jnp.float32):
+        raise ValueError(
+            f"cache_scale: {cache_scale.dtype} {cache_scale.shape} is not float32 {shape}"
         )
 
 

@@ -72,6 +72,7 @@ def launch(
     grid: Mapping[str, int],
     scratch: Sequence[Any],
     warpgroups: int = 1,
+    reduction_bytes: int = 2048,
     name: str,
     interpret: bool = False,
 ) -> Callable[..., Sequence[jax.Array]]:
@@ -79,7 +80,8 @@ def launch(
 
     body(*inputs, *outputs, *scratch) is run by every warpgroup (128 threads) of every block of the
     grid; `lax.axis_index` of a name in `grid`, or of WARPGROUP, tells which one. The first axis of
-    the grid varies fastest. interpret: run on the CPU, with race detection.
+    the grid varies fastest. reduction_bytes of shared memory serve reductions along the rows of a
+    wgmma result, which cross warps. interpret: run on the CPU, with race detection.
     """
     return plgpu.kernel(
         body,
@@ -87,7 +89,9 @@ def launch(
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         scratch_types=list(scratch),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=reduction_bytes
+        ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
         kernel_name=name,
         num_threads=warpgroups if warpgroups > 1 else None,
@@ -232,6 +236,28 @@ def accumulate(
 
     multiplied: Any = pl.run_state(multiply)(plgpu.ACC.init(acc))
     return multiplied
+
+
+def summed(
+    multiply: Callable[..., None], *shapes: tuple[int, int], finish: Callable[..., jax.Array]
+) -> jax.Array:
+    """finish(*sums) of f32 accumulators of these shapes that `multiply(*accumulators)` adds to."""
+
+    def scoped(*accumulators: Ref) -> jax.Array:
+        multiply(*accumulators)
+        return finish(*(acc[...] for acc in accumulators))
+
+    return pl.run_scoped(scoped, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
+def add_product(acc: Ref, a: Ref, b: Ref) -> None:
+    """Start to add a @ b to an accumulator [M, N] of `summed`, of shared tiles [M, D] and [D, N]."""
+    plgpu.wgmma(acc, a, b)
+
+
+def wait_products(but: int) -> None:
+    """Wait for this warpgroup's products, all but the last `but` of them."""
+    plgpu.wgmma_wait(but)
 
 
 # Online softmax -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 # Tokens per block of the online softmax: large enough for the matmuls, small enough for caches.
 BLOCK_TOKENS = 128
@@ -17,6 +18,16 @@ def pages_per_block(page_size: int, width: int) -> int:
 def pad_table(page_table: jax.Array, block: int) -> jax.Array:
     """The page table, its width padded to whole blocks."""
     return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block)))
+
+
+def to_f32(cached: jax.Array) -> jax.Array:
+    """Cached numbers in f32: bytes (uint8) are e4m3 numbers (float8_e4m3fn), exact in f32.
+
+    A cache stays uint8 wherever it is written: XLA scatters into float8 by way of f16 copies.
+    """
+    if cached.dtype == jnp.uint8:
+        cached = lax.bitcast_convert_type(cached, jnp.float8_e4m3fn)
+    return cached.astype(jnp.float32)
 
 
 def read_block(

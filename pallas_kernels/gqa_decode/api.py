@@ -4,8 +4,8 @@ import functools
 
 import jax
 
-from pallas_kernels.dispatch import AUTO, check_paged, dispatch
-from pallas_kernels.gqa_decode import reference, xla
+from pallas_kernels.dispatch import AUTO, check_paged, check_scale, dispatch
+from pallas_kernels.gqa_decode import mosaic_gpu, reference, xla
 
 
 def gqa_decode(
@@ -15,23 +15,40 @@ def gqa_decode(
     lengths: jax.Array,
     *,
     scale: float,
+    cache_scale: jax.Array | None = None,
     backend: str = AUTO,
 ) -> jax.Array:
     """Attention of one token per row to its first `lengths` cached tokens.
 
     q [B, N, H]; cache [P, K, 2, Z, H] with N a multiple of K: query head n reads KV head
-    n // (N/K); page_table [B, W] i32; lengths [B] i32, at most W*Z. Returns [B, N, H] in q's dtype;
-    a row of length 0 gives zeros. Softmax in f32. What lies in pages or offsets past a row's
-    length, NaN included, never reaches a result. Works on local shards inside a shard_map. Raises
-    ValueError for shapes that do not fit and for an unknown back end.
+    n // (N/K); page_table [B, W] i32; lengths [B] i32, at most W*Z. A cache of uint8 holds e4m3
+    numbers (float8_e4m3fn) and needs cache_scale f32 [K, 2]: a number of KV head k is its e4m3
+    value times cache_scale[k, 0] in K, cache_scale[k, 1] in V.
+
+    Returns [B, N, H] in q's dtype; a row of length 0 gives zeros. Softmax in f32. What lies in
+    pages or offsets past a row's length, NaN included, never reaches a result, and entries of
+    page_table past it may be anything. Works on local shards inside a shard_map.
+
+    Back ends: "reference", "xla", "mosaic_gpu" (Hopper; q bf16, cache bf16 or uint8, head dims 64
+    and 128, pages of 8, 16, 24, ... 128 tokens), "mosaic_interpret" (that kernel on a CPU). "auto"
+    is "mosaic_gpu" in programs for CUDA if it takes the operands, else "xla".
+
+    Raises ValueError for shapes that do not fit, for a cache_scale without a uint8 cache or the
+    reverse, for an unknown back end, and for one that does not take the operands.
     """
     check_paged(q, cache, page_table)
     if page_table.shape[0] != q.shape[0] or lengths.shape != q.shape[:1]:
         raise ValueError(
             f"q {q.shape}, page_table {page_table.shape} and lengths {lengths.shape} differ in rows"
         )
+    check_scale(cache, cache_scale, (cache.shape[1], 2))
     backends = {
         "reference": functools.partial(reference.gqa_decode, scale=scale),
         "xla": functools.partial(xla.gqa_decode, scale=scale),
+        "mosaic_gpu": functools.partial(mosaic_gpu.gqa_decode, scale=scale),
+        "mosaic_interpret": functools.partial(mosaic_gpu.gqa_decode, scale=scale, interpret=True),
     }
-    return dispatch(backend, backends, (q, cache, page_table, lengths))
+    operands = (q, cache, page_table, lengths)
+    if cache_scale is not None:
+        operands = (*operands, cache_scale)
+    return dispatch(backend, backends, operands, mosaic_gpu.supports(q, cache, scale))

@@ -3,18 +3,27 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paging import MASKED
+from pallas_kernels.paging import MASKED, to_f32
 
 
 def gqa_decode(
-    q: jax.Array, cache: jax.Array, page_table: jax.Array, lengths: jax.Array, *, scale: float
+    q: jax.Array,
+    cache: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    cache_scale: jax.Array | None = None,
+    *,
+    scale: float,
 ) -> jax.Array:
     """As `api.gqa_decode`, in f32 throughout."""
     rows, num_heads, head_dim = q.shape
     _, kv_heads, _, page_size, _ = cache.shape
     tokens = page_table.shape[1] * page_size
     live = jnp.arange(tokens) < lengths[:, None]  # [B, S]
-    kv = cache.astype(jnp.float32)[page_table].transpose(0, 2, 3, 1, 4, 5)
+    cached = to_f32(cache)
+    if cache_scale is not None:
+        cached = cached * cache_scale[:, :, None, None]
+    kv = cached[page_table].transpose(0, 2, 3, 1, 4, 5)
     kv = kv.reshape(rows, kv_heads, 2, tokens, head_dim)
     kv = jnp.where(live[:, None, None, :, None], kv, 0)
     grouped = q.astype(jnp.float32).reshape(rows, kv_heads, -1, head_dim)

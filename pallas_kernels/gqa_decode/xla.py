@@ -8,11 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paging import MASKED, pad_table, pages_per_block, read_block
+from pallas_kernels.paging import MASKED, pad_table, pages_per_block, read_block, to_f32
 
 
 def gqa_decode(
-    q: jax.Array, cache: jax.Array, page_table: jax.Array, lengths: jax.Array, *, scale: float
+    q: jax.Array,
+    cache: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    cache_scale: jax.Array | None = None,
+    *,
+    scale: float,
 ) -> jax.Array:
     """As `api.gqa_decode`; memory is one block of K/V for all rows."""
     rows, num_heads, head_dim = q.shape
@@ -20,12 +26,14 @@ def gqa_decode(
     block = pages_per_block(page_size, page_table.shape[1])
     table = pad_table(page_table, block)
     grouped = q.astype(jnp.float32).reshape(rows, kv_heads, num_heads // kv_heads, head_dim) * scale
+    if cache_scale is not None:  # of K here and of V in the result, not of every number read
+        grouped = grouped * cache_scale[:, 0, None, None]
 
     def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, acc = carry  # [B, K, G], [B, K, G], [B, K, G, H]
         pages = lax.dynamic_slice_in_dim(table, i * block, block, axis=1)
         k, v, live = read_block(cache, pages, i * block, lengths)
-        k, v = k.astype(jnp.float32), v.astype(jnp.float32)  # so few rows gain nothing from bf16
+        k, v = to_f32(k), to_f32(v)  # so few rows gain nothing from bf16
         scores = jnp.einsum("bkgh,bksh->bkgs", grouped, k)
         scores = jnp.where(live[:, None, None, :], scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
@@ -40,4 +48,6 @@ def gqa_decode(
     _, total, acc = lax.fori_loop(0, blocks, body, start)
     # A row of length 0 has only weights of masked zeros: its acc is 0 whatever its total.
     out = acc / jnp.maximum(total, 1e-30)[..., None]
+    if cache_scale is not None:
+        out = out * cache_scale[:, 1, None, None]
     return out.reshape(rows, num_heads, head_dim).astype(q.dtype)

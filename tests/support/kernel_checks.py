@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 RACE = "RACE DETECTED"
@@ -63,6 +64,11 @@ def seeded(module: ModuleType, old: str, new: str) -> ModuleType:
     copy = importlib.util.module_from_spec(spec)
     exec(compile(source.replace(old, new), module.__spec__.origin, "exec"), copy.__dict__)
     return copy
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    """Values rounded to bf16, kept in f32."""
+    return np.asarray(jnp.asarray(values, jnp.bfloat16), np.float32)
 
 
 def attended(table: np.ndarray, lengths: Sequence[int], page_size: int, pages: int) -> np.ndarray:
