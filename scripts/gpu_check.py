@@ -1,0 +1,174 @@
+"""One prepared run on a machine with a GPU: what works there, and how fast. See gpu_check.sh.
+
+Every step is a program of its own with a budget of seconds, and all of them share one. What they
+found so far is written after each, so that whatever ends the run leaves it: gpu_check.json and
+gpu_check.md in --out. Ends with 0 if every step has passed.
+"""
+
+import json as json_module
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from made_models import MADE, model_folder
+from make_checkpoint import main as make_checkpoint
+from rich.console import Console
+
+from jaxdisagg.bench.gpu import report
+from jaxdisagg.bench.gpu.rows import findings_in, rows_in
+from jaxdisagg.bench.gpu.steps import Outcome, Step, run_steps
+from jaxdisagg.bench.report import environment
+
+console = Console(stderr=True)
+SCRIPTS = Path(__file__).resolve().parent
+LOG_CHARACTERS = 200_000  # of each step's
+PARTS = "jaxdisagg.bench.gpu"
+# Two programs of one model are to multiply by the same algorithms, and not by what was fastest
+# when each was compiled.
+UNTUNED = "--xla_gpu_autotune_level=0"
+NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
+
+# Heads and ranks are those of real models, so that the kernels take them; the rest is small.
+MODELS: dict[str, Any] = {
+    "small-qwen3": {
+        "family": "qwen3", "vocab": 264, "hidden": 512, "layers": 4, "heads": 8, "ffn": 1024,
+        "kv_heads": 2, "head_dim": 128, "std": 0.05,
+    },
+    "small-deepseek": {
+        "family": "deepseek-v3", "vocab": 264, "hidden": 512, "layers": 4, "heads": 16,
+        "ffn": 1024, "experts": 8, "expert_ffn": 256, "q_lora_rank": 256, "kv_lora_rank": 512,
+        "nope_dim": 128, "rope_dim": 64, "value_dim": 128, "std": 0.05,
+    },
+    "mid-qwen3": {
+        "family": "qwen3", "vocab": 264, "hidden": 2048, "layers": 16, "heads": 16, "ffn": 6144,
+        "kv_heads": 8, "head_dim": 128, "std": 0.02,
+    },
+}  # fmt: skip
+MID_ON_CPU = {"hidden": 128, "layers": 2, "heads": 4, "ffn": 256, "kv_heads": 2, "head_dim": 32}
+
+
+def part(name: str, *arguments: str) -> tuple[str, ...]:
+    """The command of one of our parts."""
+    return (sys.executable, "-m", f"{PARTS}.{name}", *arguments)
+
+
+def script(name: str, *arguments: str) -> tuple[str, ...]:
+    """The command of one of our scripts."""
+    return (sys.executable, str(SCRIPTS / name), *arguments)
+
+
+def made(name: str, folder: Path, *, cpu: bool) -> Path:
+    """A model of MODELS, written below `folder`."""
+    options: dict[str, Any] = MODELS[name] | (MID_ON_CPU if cpu and name.startswith("mid") else {})
+    make_checkpoint(folder / name, **options, dtype="bfloat16", tokenizer=True)
+    return folder / name
+
+
+def flags(more: str) -> dict[str, str]:
+    """XLA_FLAGS with one more."""
+    return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {more}".strip()}
+
+
+def keep_logs(logs: Path, file: Path) -> None:
+    """The end of everything that the steps printed, in one file."""
+    with file.open("w") as kept:
+        for log in sorted(logs.iterdir()):
+            text = log.read_text(errors="replace")
+            kept.write(f"==== {log.name}\n{text[-LOG_CHARACTERS:]}\n")
+
+
+def steps_for(work: Path, *, cpu: bool) -> list[Step]:
+    """All steps, the most telling first; on a CPU the same with small sizes and XLA's kernels."""
+    small = ("--small",) if cpu else ()
+    backend = ("--backend", "xla") if cpu else ()
+    tuned: dict[str, str] = {} if cpu else flags(UNTUNED)
+    plain: dict[str, str] = {} if cpu else flags(NO_COMMAND_BUFFERS)
+    tiny = model_folder(Path(next(iter(MADE))), work)
+    qwen3, deepseek, mid = (work / name for name in MODELS)
+    chunks, lengths = ("64", "49") if cpu else ("256,1024", "17,300,1500")
+    step = ("--mesh", "tp=1", "--lengths", "64", "--dtype", "bfloat16", "--json")
+    sizes = ("--chunks", "16", "--batch", "2", "--repeats", "3") if cpu else (
+        "--chunks", "256", "--batch", "8", "--repeats", "20")  # fmt: skip
+
+    times = work / "kernels.json"
+
+    def overhead(name: str, environment: dict[str, str]) -> Step:
+        file = work / f"{name}.json"
+        command = script("bench_step.py", "--model", str(qwen3), *step, str(file), *sizes)
+        return Step(name, command, 60, environment, rows_in(file))
+
+    return [
+        Step("doctor", (sys.executable, "-m", "jaxdisagg.cli", "doctor", "--json"), 60,
+             read=findings_in),
+        Step("numerics", part("numerics", *small, *backend), 150),
+        Step("serving-f32", part("serving", str(tiny), "--words", "tp=1"), 90),
+        Step("ceilings", part("ceilings", *small), 40),
+        Step("kernels", script("bench_kernels.py", "--json", str(times), *small), 100,
+             read=rows_in(times)),
+        Step(
+            "serving-mid",
+            part("serving", str(mid), "--dtype", "bfloat16", "--chunks", chunks,
+                 "--lengths", lengths),
+            120, tuned,
+        ),
+        Step("serving-mla", part("serving", str(deepseek), "--dtype", "bfloat16"), 90, tuned),
+        overhead("trigger", {}),
+        overhead("trigger-no-command-buffers", plain),
+    ]  # fmt: skip
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder for gpu_check.json and gpu_check.md")],
+    seconds: Annotated[float, typer.Option(min=10.0, help="for all steps together")] = 450.0,
+    cpu: Annotated[bool, typer.Option("--cpu", help="small sizes, on CPU devices")] = False,
+    only: Annotated[str, typer.Option(help="names of steps, a,b; all if empty")] = "",
+    note: Annotated[str, typer.Option(help="put beside the figures, as how it was built")] = "",
+) -> None:
+    """Run the steps and write what they found."""
+    begin = time.monotonic()
+    out.mkdir(parents=True, exist_ok=True)
+    if cpu:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    about: dict[str, Any] = environment(**({"note": note} if note else {}))
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        work = Path(folder)
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(work / "jax"))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        steps = steps_for(work, cpu=cpu)
+        names = [step.name for step in steps]
+        if unknown := sorted(set(filter(None, only.split(","))) - set(names)):
+            raise typer.BadParameter(f"{unknown[0]} is none of {', '.join(names)}")
+        steps = [step for step in steps if not only or step.name in only.split(",")]
+        for name in MODELS:
+            if any(str(work / name) in step.command for step in steps):
+                made(name, work, cpu=cpu)
+
+        def done(outcomes: list[Outcome]) -> None:
+            report.write(out, outcomes, about)
+            last = outcomes[-1]
+            console.print(
+                f"{last.name}: {last.state} after {last.seconds:.0f} s, {len(last.rows)} rows",
+                highlight=False,
+            )
+            if last.said:
+                console.print(last.said, markup=False, highlight=False)
+
+        logs = work / "logs"
+        logs.mkdir()
+        try:
+            outcomes = run_steps(steps, logs, seconds - (time.monotonic() - begin), done)
+        finally:
+            keep_logs(logs, out / "gpu_check.log")
+    failed = [outcome.name for outcome in outcomes if outcome.state != "passed"]
+    console.print(f"not passed: {', '.join(failed)}" if failed else "all passed", highlight=False)
+    typer.echo(json_module.dumps({"passed": not failed, "out": str(out)}))
+    raise typer.Exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
