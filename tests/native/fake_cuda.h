@@ -7,31 +7,31 @@
 
 #pragma GCC visibility push(default)
 extern "C" {
-  // Forgets the log, the failures, the attributes, the pointers and the delay; eight devices again.
-  // Streams, events and memory stay.
-  void fake_cuda_reset();
+// Forgets the log, the failures, the attributes, the pointers and the delay; eight devices again.
+// Streams, events and memory stay.
+void fake_cuda_reset();
 
-  void fake_cuda_set_devices(int count);
-  void fake_cuda_set_attribute(int device, int attribute, int value);
-  // Memory that the driver takes for `device`'s: [address, address + bytes).
-  void fake_cuda_set_pointer(uint64_t address, size_t bytes, int device);
-  // After `skip` more calls of a function, the next `times` return `error` and do nothing.
-  void fake_cuda_fail(const char* function, int error, int skip, int times);
-  // Before each operation a stream sleeps from 0 to `most_us` microseconds, drawn from `seed`.
-  void fake_cuda_set_delay(uint64_t seed, int most_us);
-  // While held, streams take operations but run none. Held twice is held once.
-  void fake_cuda_hold(int held);
+void fake_cuda_set_devices(int count);
+void fake_cuda_set_attribute(int device, int attribute, int value);
+// Memory that the driver takes for `device`'s: [address, address + bytes).
+void fake_cuda_set_pointer(uint64_t address, size_t bytes, int device);
+// After `skip` more calls of a function, the next `times` return `error` and do nothing.
+void fake_cuda_fail(const char* function, int error, int skip, int times);
+// Before each operation a stream sleeps from 0 to `most_us` microseconds, drawn from `seed`.
+void fake_cuda_set_delay(uint64_t seed, int most_us);
+// While held, streams take operations but run none. Held twice is held once.
+void fake_cuda_hold(int held);
 
-  // One line per call, in the order in which they began: "cuFunction arguments -> error". What a
-  // stream does is logged again when it is done: "ran cuFunction arguments". Mine to keep until
-  // this thread asks again.
-  const char* fake_cuda_log();
-  // A line of the test's own, to see what came before and after it.
-  void fake_cuda_note(const char* line);
+// One line per call, in the order in which they began: "cuFunction arguments". What a
+// stream does is logged again when it is done: "ran cuFunction arguments". Mine to keep until
+// this thread asks again.
+const char* fake_cuda_log();
+// A line of the test's own, to see what came before and after it.
+void fake_cuda_note(const char* line);
 
-  // How many are alive of: "host" (pinned allocations), "registered" (ranges of memory), "stream",
-  // "event", "context" (retained primary ones). -1 for another word.
-  int fake_cuda_live(const char* what);
+// How many are alive of: "host" (pinned allocations), "registered" (ranges of memory), "stream",
+// "event", "context" (retained primary ones). -1 for another word.
+int fake_cuda_live(const char* what);
 
 }  // extern "C"
 #pragma GCC visibility pop
