@@ -307,6 +307,24 @@ class TransferEngine:
 
     # ---- step plans --------------------------------------------------------------------------
 
+    def open_slots(self, ordinals: Sequence[int], layers: int, *, device: bool = True) -> None:
+        """Let triggers of these devices and layers come through slots of host memory (M8).
+
+        A program on CUDA has no other way: its trigger runs when it is put on the stream, and what
+        it puts there copies the step's number into the pinned slot of (ordinal, layer), which a
+        thread polls while a plan is live. `ordinals` are CUDA's own among the devices that this
+        process sees; `layers` are all that triggers name. Once, before such a program first runs,
+        warm-up too: without slots its triggers say nothing. With `device=False` the slots are plain
+        memory and a CPU's triggers store into them: a stand-in for tests.
+
+        A slot that has seen a later step or layer answers for the earlier ones. So numbers ascend
+        as steps are dispatched, one by one; those without a plan have lower numbers than the next
+        with one, or have ended before it is filed; and a step that was filed but will not run is
+        dropped before a later one is dispatched. Raises ValueError for what cannot have slots,
+        FabricUnavailable when there is no CUDA driver or it refuses the memory.
+        """
+        self._native.open_slots(list(ordinals), layers, device)
+
     def set_source_region(self, ordinal: int, layer: int, region: MemoryRegion) -> None:
         """The cache shard of a device and layer: triggers read from it and compare its address."""
         self._native.set_source_region(ordinal, layer, region.id)

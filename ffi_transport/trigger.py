@@ -22,6 +22,7 @@ class Trigger(Protocol):
 @functools.cache
 def _register() -> None:
     jax.ffi.register_ffi_target(TARGET, _native.trigger_handler(), platform="cpu")
+    jax.ffi.register_ffi_target(TARGET, _native.trigger_handler_cuda(), platform="CUDA")
 
 
 def make_trigger(engine_index: int) -> Trigger:
@@ -30,6 +31,9 @@ def make_trigger(engine_index: int) -> Trigger:
     `step` is an int32 scalar: the low half of the step's number, as an array operand, so that a new
     step compiles nothing. The call is pure and returns `x` in place, which keeps it alive and
     between the layers; the cache is only read. A step without a plan is a counted no-op.
+
+    It is the same program for CPUs and for CUDA, where the engine's open_slots comes before its
+    first run. To compile it for CUDA takes neither a device nor a driver.
     """
     _register()
 

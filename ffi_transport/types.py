@@ -265,7 +265,8 @@ class TriggerFault:
     """A trigger that cannot be what the plan meant.
 
     `kind` is address_changed (the cache shard is not where it was registered), repeated,
-    outside_plan, or ring_overflow (triggers were lost; step, layer and ordinal are -1).
+    outside_plan, ring_overflow (triggers were lost; step, layer and ordinal are -1), or
+    not_enqueued (CUDA's driver did not take the trigger of a layer; step is -1).
     """
 
     kind: str

@@ -248,6 +248,10 @@ void bind_engine(nb::module_& module) {
                                     timeout_s);
              }));
            })
+      .def("open_slots",
+           [](Engine& self, const std::vector<int>& ordinals, int layers, bool device) {
+             check(unlocked([&] { return self.open_slots(ordinals, layers, device); }));
+           })
       .def("drop_plan", [](Engine& self, int64_t step) { check(self.drop_plan(step)); })
       .def("poll", &poll)
       .def("counters",
@@ -322,6 +326,8 @@ NB_MODULE(_native, module) {
              nb::arg("hello").none());
   module.def("trigger_handler",
              [] { return nb::capsule(trigger_handler(), "xla._CUSTOM_CALL_TARGET"); });
+  module.def("trigger_handler_cuda",
+             [] { return nb::capsule(trigger_handler_cuda(), "xla._CUSTOM_CALL_TARGET"); });
   module.def("send_raw_packet", [](const std::string& address, const nb::bytes& packet) {
     const std::string bytes = to_string(packet);
     check(unlocked([&] { return send_raw_packet(address, bytes); }));

@@ -131,6 +131,7 @@ void Engine::close() {
   // Peers first, while the workers can still fence them; then triggers; then the workers.
   if (control_) control_->stop();
   if (index_ >= 0) TriggerRegistry::remove(index_);
+  if (const auto polling = poller()) polling->stop();
   for (auto& worker : workers_) worker->stop();
   {
     std::lock_guard arrivals_lock(arrivals_mutex_);

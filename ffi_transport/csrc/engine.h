@@ -20,6 +20,7 @@
 #include "loopback.h"
 #include "plan_table.h"
 #include "region.h"
+#include "slot_poller.h"
 #include "stats.h"
 #include "trace.h"
 #include "transfer.h"
@@ -103,6 +104,9 @@ class Engine : private DataPlane {
     PageUnit unit;
     std::vector<RemoteRegion> remotes;
   };
+  // From now on triggers of these come through slots (slot_board.h); once, and before programs with
+  // triggers run on a device.
+  Status open_slots(const std::vector<int>& ordinals, int layers, bool device);
   Status set_source_region(int ordinal, int layer, int64_t region);
   Status add_plan(int64_t step, std::vector<int> ordinals, int layers,
                   std::vector<PlanRequest> writes, double timeout_s);
@@ -130,6 +134,7 @@ class Engine : private DataPlane {
   bool read_triggers();
   Result<std::vector<Landing>> find_landings(const std::vector<LandingRequest>& requests) const;
   Result<Arrivals*> arrivals();
+  std::shared_ptr<SlotPoller> poller() const;
 
   // DataPlane, on the control thread
   Result<std::vector<std::string>> open_data(int64_t peer) override;
@@ -152,6 +157,8 @@ class Engine : private DataPlane {
   std::unique_ptr<Fabric> data_fabric_, control_fabric_;
   std::vector<std::unique_ptr<DataWorker>> workers_;  // one per domain
   std::unique_ptr<TriggerHub> hub_;
+  mutable std::mutex poller_mutex_;
+  std::shared_ptr<SlotPoller> poller_;  // none until open_slots
   std::unique_ptr<TraceLog> trigger_trace_;
   std::unique_ptr<ControlChannel> control_;
 

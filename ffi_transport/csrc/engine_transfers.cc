@@ -1,6 +1,7 @@
 // The engine's transfers and step plans: from what the caller asks for to jobs of the domains.
 #include <algorithm>
 
+#include "cuda_trigger.h"
 #include "engine.h"
 
 namespace ffi_transport {
@@ -117,6 +118,28 @@ Status Engine::cancel(int64_t id) {
 
 // ---- step plans ------------------------------------------------------------------------------
 
+Status Engine::open_slots(const std::vector<int>& ordinals, int layers, bool device) {
+  std::lock_guard lock(close_mutex_);  // the poller must be there when close() looks for it
+  if (Status status = check_open(); !status.ok()) return status;
+  std::lock_guard polling(poller_mutex_);
+  if (poller_) return Status(Code::kInvalid, "the engine's slots are open already");
+  if (plans_.live() > 0) {
+    return Status(Code::kInvalid, "slots are opened before the first plan is filed");
+  }
+  auto made = SlotBoard::create(ordinals, layers, device);
+  if (!made.ok()) return made.status();
+  const std::shared_ptr<SlotBoard> board = made.take();
+  if (device) CudaTriggers::install(index_, board);
+  hub_->set_slots(board);
+  poller_ = std::make_shared<SlotPoller>(board, hub_.get(), &stats_);
+  return {};
+}
+
+std::shared_ptr<SlotPoller> Engine::poller() const {
+  std::lock_guard lock(poller_mutex_);
+  return poller_;
+}
+
 Status Engine::set_source_region(int ordinal, int layer, int64_t id) {
   if (ordinal < 0 || layer < 0 || layer >= TriggerHub::kLayers) {
     return Status(Code::kInvalid, "ordinal " + std::to_string(ordinal) + ", layer " +
@@ -139,6 +162,10 @@ Status Engine::set_source_region(int ordinal, int layer, int64_t id) {
 Status Engine::add_plan(int64_t step, std::vector<int> ordinals, int layers,
                         std::vector<PlanRequest> requests, double timeout_s) {
   if (Status status = check_open(); !status.ok()) return status;
+  const std::shared_ptr<SlotPoller> polling = poller();
+  if (polling) {
+    if (Status status = polling->check(ordinals, layers); !status.ok()) return status;
+  }
   std::vector<PlannedWrite> writes;
   writes.reserve(requests.size());
   for (PlanRequest& request : requests) {
@@ -156,11 +183,17 @@ Status Engine::add_plan(int64_t step, std::vector<int> ordinals, int layers,
     }
     writes.push_back(std::move(write));
   }
-  return plans_.add(step, std::move(ordinals), layers, std::move(writes), timeout_s);
+  if (Status status = plans_.add(step, ordinals, layers, std::move(writes), timeout_s);
+      !status.ok()) {
+    return status;
+  }
+  if (polling) polling->watch(step, ordinals, layers);
+  return {};
 }
 
 Status Engine::drop_plan(int64_t step) {
   plans_.drop(step);
+  if (const auto polling = poller()) polling->forget(step);
   return {};
 }
 

@@ -208,6 +208,12 @@ int64_t PlanTable::fire(const TriggerRecord& record, std::vector<Job>* jobs) {
   std::lock_guard lock(mutex_);
   const auto it = steps_.find(record.step_low);
   const int ordinal = record.ordinal, layer = record.layer;
+  if (record.refusal != cuda::kSuccess) {
+    fault("not_enqueued", -1, record,
+          "CUDA error " + std::to_string(record.refusal) +
+              ": the trigger was not put on the stream, and its layer waits for a later one");
+    return -1;
+  }
   const int64_t number =
       it == steps_.end() ? static_cast<int32_t>(record.step_low) : it->second.number;
   if (record.wrong_address != 0 && reported_.emplace(ordinal, layer, record.wrong_address).second) {

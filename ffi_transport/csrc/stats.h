@@ -6,41 +6,42 @@
 
 namespace ffi_transport {
 
-#define FFI_TRANSPORT_STATS(X)                                                  \
-  X(bytes_posted)    /* payload of posted writes */                             \
-  X(bytes_completed) /* payload of acknowledged writes */                       \
-  X(writes_posted)                                                              \
-  X(writes_completed)                                                           \
-  X(writes_failed)                                                              \
-  X(writes_fenced) /* in flight when their endpoint was closed */               \
-  X(units_posted)                                                               \
-  X(units_completed)                                                            \
-  X(immediates_received)                                                        \
-  X(units_received)                                                             \
-  X(stale_immediates) /* their slot was not armed: dropped */                   \
-  X(units_adopted)    /* early units that an arm with adopt_early took over */  \
-  X(immediates_malformed)                                                       \
-  X(overshoots)                                                                 \
-  X(arrival_copies)   /* from mirrors into devices */                           \
-  X(arrival_bytes)    /* of those */                                            \
-  X(arrival_flushes)  /* of a NIC's writes into a device (R17) */               \
-  X(arrivals_failed)  /* slots whose pages did not come into a device */        \
-  X(arrivals_dropped) /* slots disarmed, or overshot, before they were there */ \
-  X(triggers)         /* calls of the FFI handler */                            \
-  X(no_plan_triggers)                                                           \
-  X(ring_overflows)                                                             \
-  X(trigger_faults)                                                             \
-  X(plan_writes_skipped) /* planned or fired for a transfer that had ended */   \
-  X(posts_deferred)      /* the provider said: again */                         \
-  X(control_packets_sent)                                                       \
-  X(control_packets_received)                                                   \
-  X(control_packets_malformed)                                                  \
-  X(control_packets_stale) /* of an unknown session or another epoch */         \
-  X(control_packets_duplicate)                                                  \
-  X(messages_sent)                                                              \
-  X(messages_received)                                                          \
-  X(peers_connected)                                                            \
-  X(peers_lost)                                                                 \
+#define FFI_TRANSPORT_STATS(X)                                                     \
+  X(bytes_posted)    /* payload of posted writes */                                \
+  X(bytes_completed) /* payload of acknowledged writes */                          \
+  X(writes_posted)                                                                 \
+  X(writes_completed)                                                              \
+  X(writes_failed)                                                                 \
+  X(writes_fenced) /* in flight when their endpoint was closed */                  \
+  X(units_posted)                                                                  \
+  X(units_completed)                                                               \
+  X(immediates_received)                                                           \
+  X(units_received)                                                                \
+  X(stale_immediates) /* their slot was not armed: dropped */                      \
+  X(units_adopted)    /* early units that an arm with adopt_early took over */     \
+  X(immediates_malformed)                                                          \
+  X(overshoots)                                                                    \
+  X(arrival_copies)      /* from mirrors into devices */                           \
+  X(arrival_bytes)       /* of those */                                            \
+  X(arrival_flushes)     /* of a NIC's writes into a device (R17) */               \
+  X(arrivals_failed)     /* slots whose pages did not come into a device */        \
+  X(arrivals_dropped)    /* slots disarmed, or overshot, before they were there */ \
+  X(triggers)            /* calls of the FFI handler, or seen in the slots */      \
+  X(slot_values_skipped) /* layers that a later layer or step vouched for */       \
+  X(no_plan_triggers)                                                              \
+  X(ring_overflows)                                                                \
+  X(trigger_faults)                                                                \
+  X(plan_writes_skipped) /* planned or fired for a transfer that had ended */      \
+  X(posts_deferred)      /* the provider said: again */                            \
+  X(control_packets_sent)                                                          \
+  X(control_packets_received)                                                      \
+  X(control_packets_malformed)                                                     \
+  X(control_packets_stale) /* of an unknown session or another epoch */            \
+  X(control_packets_duplicate)                                                     \
+  X(messages_sent)                                                                 \
+  X(messages_received)                                                             \
+  X(peers_connected)                                                               \
+  X(peers_lost)                                                                    \
   X(thread_blocks) /* times a native thread went to sleep */
 
 struct Stats {

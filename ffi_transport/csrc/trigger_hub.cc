@@ -2,6 +2,7 @@
 
 #include <mutex>
 #include <thread>
+#include <utility>
 
 namespace ffi_transport {
 
@@ -56,15 +57,53 @@ void TriggerHub::set_address(int ordinal, int layer, uint64_t address) {
   address_of(ordinal, layer).store(address, std::memory_order_release);
 }
 
+void TriggerHub::set_slots(std::shared_ptr<SlotBoard> slots) {
+  kept_slots_ = std::move(slots);
+  slots_.store(kept_slots_.get(), std::memory_order_release);
+}
+
 void TriggerHub::fire(int32_t step, int32_t ordinal, int32_t layer, const void* cache) noexcept {
-  bump(stats_->triggers);
+  if (SlotBoard* slots = slots_.load(std::memory_order_acquire)) {
+    const int place = slots->place(ordinal);
+    if (slots->has(place, layer)) {
+      slots->note_address(place, layer, cache);
+      slots->store(place, layer, step);
+      return;
+    }
+  }
   TriggerRecord record;
   record.step_low = static_cast<uint32_t>(step);
   record.layer = layer;
   record.ordinal = ordinal;
-  if (ordinal >= 0 && layer >= 0 && layer < kLayers) {
-    const uint64_t known = address_of(ordinal, layer).load(std::memory_order_relaxed);
-    const auto address = reinterpret_cast<uint64_t>(cache);
+  bump(stats_->triggers);
+  if (!push(record, reinterpret_cast<uint64_t>(cache))) {
+    bump(stats_->ring_overflows);
+    overflowed_.store(true, std::memory_order_seq_cst);
+    reader_->wake();
+  }
+}
+
+bool TriggerHub::offer(uint32_t step, int32_t ordinal, int32_t layer, uint64_t address) {
+  TriggerRecord record;
+  record.step_low = step;
+  record.layer = layer;
+  record.ordinal = ordinal;
+  if (!push(record, address)) return false;
+  bump(stats_->triggers);
+  return true;
+}
+
+bool TriggerHub::offer_refusal(int32_t ordinal, int32_t layer, cuda::Error error) {
+  TriggerRecord record;
+  record.ordinal = ordinal;
+  record.layer = layer;
+  record.refusal = error;
+  return push(record, 0);
+}
+
+bool TriggerHub::push(TriggerRecord record, uint64_t address) {
+  if (address != 0 && record.ordinal >= 0 && record.layer >= 0 && record.layer < kLayers) {
+    const uint64_t known = address_of(record.ordinal, record.layer).load(std::memory_order_relaxed);
     // Nothing is registered during warm-up; the reader faults if there is a plan all the same.
     if (known != 0 && known != address) record.wrong_address = address;
   }
@@ -72,11 +111,9 @@ void TriggerHub::fire(int32_t step, int32_t ordinal, int32_t layer, const void* 
     record.order = order_->fetch_add(1, std::memory_order_relaxed);
     record.t_ns = now_ns();
   }
-  if (!ring_.push(record)) {
-    bump(stats_->ring_overflows);
-    overflowed_.store(true, std::memory_order_seq_cst);
-  }
+  if (!ring_.push(record)) return false;
   reader_->wake();
+  return true;
 }
 
 namespace {

@@ -1,5 +1,6 @@
 // Between the FFI handler and the engine: a bounded ring that any number of XLA's threads push to
-// and one native thread reads, and the cache addresses that the handler compares with.
+// and one native thread reads, and the cache addresses that come with a trigger are compared with.
+// With slots (slot_board.h) the ring has one producer instead, the thread that polls them.
 #pragma once
 
 #include <array>
@@ -7,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "slot_board.h"
 #include "stats.h"
 #include "waiter.h"
 
@@ -18,6 +20,8 @@ struct TriggerRecord {
   int32_t ordinal = 0;
   // The address that came with the trigger, when it is not the registered one; else 0.
   uint64_t wrong_address = 0;
+  // Not a trigger: the driver refused to put this one on the stream, for this reason.
+  cuda::Error refusal = cuda::kSuccess;
   uint64_t order = 0;  // place in the trace
   int64_t t_ns = 0;    // 0 unless tracing
 };
@@ -53,14 +57,21 @@ class TriggerHub {
 
   // The registered address of (ordinal, layer); 0 takes it away.
   void set_address(int ordinal, int layer, uint64_t address);
+  // From now on what fires on these (ordinal, layer) is stored there, for a poller to find.
+  void set_slots(std::shared_ptr<SlotBoard> slots);
   // Called by the FFI handler: never waits, never fails. A full ring is noted and reported.
   void fire(int32_t step, int32_t ordinal, int32_t layer, const void* cache) noexcept;
+  // Called by the poller, which can come again: false when the ring is full, and nothing is lost.
+  // An address of 0 is not known.
+  bool offer(uint32_t step, int32_t ordinal, int32_t layer, uint64_t address);
+  bool offer_refusal(int32_t ordinal, int32_t layer, cuda::Error error);
   bool pop(TriggerRecord* record) { return ring_.pop(record); }
   bool empty() const { return ring_.empty() && !overflowed_.load(std::memory_order_seq_cst); }
   // True once after records were lost.
   bool take_overflow() { return overflowed_.exchange(false, std::memory_order_acq_rel); }
 
  private:
+  bool push(TriggerRecord record, uint64_t address);
   // A process's ordinals need not begin at 0 (XLA numbers CPUs through all processes of a node),
   // but being consecutive they have cells of their own.
   std::atomic<uint64_t>& address_of(int ordinal, int layer) {
@@ -74,6 +85,8 @@ class TriggerHub {
   const bool trace_;
   std::atomic<bool> overflowed_{false};
   std::unique_ptr<std::atomic<uint64_t>[]> addresses_;
+  std::shared_ptr<SlotBoard> kept_slots_;
+  std::atomic<SlotBoard*> slots_{nullptr};
 };
 
 // The process-wide table through which a compiled program finds its engine. An index is not given
