@@ -13,7 +13,7 @@ ARGS ?=
 CXX_FILES = git ls-files '*.cc' '*.h' | xargs -r
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test test-all native-test check format clean
+.PHONY: help setup model demo serve test test-all gpu-aot native-test check format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ test: model ## All tests but the long matrices
 
 test-all: model ## All tests
 	@$(BIN)/python -m pytest $(ARGS)
+
+gpu-aot: setup ## Compile kernels and steps for GPUs that are not here, in an environment of its own
+	@$(BIN)/python scripts/gpu_aot.py $(ARGS)
 
 native-test: setup ## The C++ tests under the address sanitizer
 	@scripts/native_test.sh

@@ -33,8 +33,7 @@ PASSING = frozenset(
     }
 )
 MOVING = frozenset(
-    {"copy", "copy-start", "convert", "transpose", "select", "reverse", "all-gather"}
-    | {"all-gather-start"}
+    {"copy", "copy-start", "convert", "transpose", "reverse", "all-gather", "all-gather-start"}
 )
 COLLECTIVES = (
     "all-reduce",
@@ -130,7 +129,7 @@ def moved(text: str, cache_elements: int, weight_elements: Iterable[int] = ()) -
     """The lines that move a whole cache or weight, cut short.
 
     Any instruction with as many elements as a cache shard, or more, that does not merely pass it
-    on or write into it; a copy, convert, transpose or select with exactly the elements of a
+    on or write into it; a copy, convert, transpose or gather with exactly the elements of a
     weight's shard (so choose sizes that no activation shares).
     """
     weights = frozenset(weight_elements)
