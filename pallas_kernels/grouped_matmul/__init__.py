@@ -1,0 +1,5 @@
+"""Rows sorted by group, each group times its own matrix: the matmuls of experts."""
+
+from pallas_kernels.grouped_matmul.api import grouped_matmul
+
+__all__ = ["grouped_matmul"]
