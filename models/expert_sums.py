@@ -1,6 +1,6 @@
-"""What one device's experts add to each token: a loop of blocks, or grouped matmuls on GPU.
+"""What one device's experts add to each token: grouped matmuls on GPUs, a loop of blocks elsewhere.
 
-Both begin with the (token, choice) pairs sorted by expert, those of other devices' experts last.
+All begin with the (token, choice) pairs sorted by expert, those of other devices' experts last.
 """
 
 import functools
@@ -10,15 +10,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.grouped_matmul import grouped_matmul, supports
+
 GatedWeights = tuple[jax.Array, jax.Array, jax.Array]  # gate, up [E, D, F], down [E, F, D]
 
 # Rows that one round of the CPU's loop gives to an expert, at least and at most. A round copies the
 # expert's weights and computes all its rows: twice an expert's average number of tokens was fastest
 # (scripts/bench_experts.py).
 _MIN_BLOCK, _MAX_BLOCK = 8, 128
-# Elements of [pairs, experts, D] up to which a GPU takes the grouped matmuls: XLA of jax 0.12 makes
-# of them one dense product over all local experts with such an operand (docs/adr/0008). Small ones
-# spare the loop's launches.
+# Elements of [pairs, experts, D] up to which a GPU takes `lax.ragged_dot` for what the kernel does
+# not take: XLA of jax 0.12 makes of it one dense product over all local experts with such an
+# operand (docs/adr/0014). Small ones spare the loop's launches.
 _MAX_EXPANDED = 2**27
 
 
@@ -33,8 +35,18 @@ def sum_experts(
     block = min(max(_MIN_BLOCK, 2 ** math.ceil(math.log2(2 * average))), _MAX_BLOCK)
     loop = functools.partial(blocked, block=block)
     few = ids.size * experts[0].shape[0] * x.shape[1] <= _MAX_EXPANDED
-    out = lax.platform_dependent(*operands, default=loop, cuda=ragged if few else loop)
+    on_gpu = grouped if takes_kernel(x, experts) else ragged if few else loop
+    out = lax.platform_dependent(*operands, default=loop, cuda=on_gpu)
     return out.astype(x.dtype)
+
+
+def takes_kernel(x: jax.Array, experts: GatedWeights) -> bool:
+    """Whether both products fit the kernel: bf16, widths that are multiples of 64."""
+    gate, up, down = experts
+    inner = jax.ShapeDtypeStruct((1, down.shape[1]), x.dtype)
+    sizes = jax.ShapeDtypeStruct(gate.shape[:1], jnp.int32)
+    refused = supports(x, (gate, up), sizes) or supports(inner, (down,), sizes)
+    return refused is None
 
 
 def sort_pairs(ids: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -82,6 +94,31 @@ def blocked(
     return lax.fori_loop(0, block_ends[-1], add_block, jnp.zeros(x.shape, jnp.float32))
 
 
+def grouped(
+    x: jax.Array,
+    weights: jax.Array,
+    order: jax.Array,
+    sizes: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *,
+    backend: str = "mosaic_gpu",
+) -> jax.Array:
+    """f32 [T, D] as `blocked`: two grouped matmuls over T * k rows, whatever the sizes are.
+
+    What an expert makes of a token is rounded to x's dtype before it is weighted.
+    """
+    tokens, k = weights.shape
+    inner = grouped_matmul(x[order // k], (gate, up), sizes, backend=backend)
+    y = grouped_matmul(inner, (down,), sizes, backend=backend)
+    at = jnp.zeros_like(order).at[order].set(jnp.arange(tokens * k), unique_indices=True)
+    mine = (at < sizes.sum()).reshape(tokens, k)
+    # Pairs of other devices all read row 0, which costs no memory traffic.
+    y = y[jnp.where(mine, at.reshape(tokens, k), 0)].astype(jnp.float32)
+    return jnp.sum(jnp.where(mine[..., None], y * weights[..., None], 0), axis=1)
+
+
 def ragged(
     x: jax.Array,
     weights: jax.Array,
@@ -94,12 +131,12 @@ def ragged(
     """f32 [T, D] as `blocked`: all pairs at once, by grouped matmuls over T * k rows."""
     tokens, k = weights.shape
 
-    def grouped(rows: jax.Array, w: jax.Array) -> jax.Array:
+    def product(rows: jax.Array, w: jax.Array) -> jax.Array:
         return lax.ragged_dot(rows, w, sizes, preferred_element_type=jnp.float32)
 
     rows = x[order // k]
-    inner = jax.nn.silu(grouped(rows, gate)) * grouped(rows, up)
-    y = grouped(inner.astype(x.dtype), down)
+    inner = jax.nn.silu(product(rows, gate)) * product(rows, up)
+    y = product(inner.astype(x.dtype), down)
     mine = jnp.arange(tokens * k) < sizes.sum()
     y = jnp.where(mine[:, None], y * weights.reshape(-1)[order][:, None], 0)
     # Back to the tokens' order: each token's sum has a fixed order, as a scatter's has not.

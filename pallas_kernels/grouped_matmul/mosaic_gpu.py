@@ -20,8 +20,10 @@ from pallas_kernels.mosaic import Ref
 DEPTH = 64  # of the products that one stage of the ring holds
 MAX_STAGES = 4
 
+Shaped = jax.Array | jax.ShapeDtypeStruct
 
-def supports(x: jax.Array, weights: Sequence[jax.Array], sizes: jax.Array) -> str | None:
+
+def supports(x: Shaped, weights: Sequence[Shaped], sizes: Shaped) -> str | None:
     """Why the kernel does not take these shapes and dtypes; None if it does."""
     del sizes
     for name, array in (("x", x), *(("weights", w) for w in weights)):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxdisagg.mesh import expert_axes, make_mesh
-from models.expert_sums import blocked, ragged
+from models.expert_sums import blocked, grouped, ragged, sum_experts
 from models.layers import abstract_params
 from models.moe import Experts, moe
 from models.sharding import make_rules
@@ -218,11 +218,46 @@ def test_grouped_matmuls_give_the_same():
     np.testing.assert_allclose(out, case.expected(), atol=2e-6)
 
 
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_the_kernels_sums_are_the_same(backend: str):
+    """Of some experts of another device and of rows that are not live, too."""
+    case = make_case(8, shared=False)
+    x, weights, order, sizes, *experts = sorted_operands(case)
+    ours = functools.partial(grouped, backend=backend)
+    np.testing.assert_allclose(
+        jax.jit(ours)(x, weights, order, sizes, *experts), case.expected(), atol=2e-6
+    )
+    few = sizes.copy()
+    few[2:] = 0  # the pairs of the first two experts come first
+    for way in ours, functools.partial(blocked, block=8):
+        np.testing.assert_allclose(
+            jax.jit(way)(x, weights, order, few, *experts),
+            jax.jit(ragged)(x, weights, order, few, *experts),
+            atol=2e-6,
+        )
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "kernel"),
+    [("cuda", "bfloat16", True), ("cuda", "float32", False), ("cpu", "bfloat16", False)],
+)
+def test_experts_of_published_widths_take_the_kernel(platform: str, dtype: str, kernel: bool):
+    shape = jax.ShapeDtypeStruct
+    experts = [shape(s, dtype) for s in [(8, 128, 64), (8, 128, 64), (8, 64, 128)]]
+    args = shape((512, 128), dtype), shape((512, 4), "int32"), shape((512, 4), "float32"), experts
+    step = jax.jit(functools.partial(sum_experts, average=256))
+    text = step.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    assert ("mosaic_gpu" in text) == kernel
+    assert ("while" in text) == (platform == "cpu")
+    assert ("ragged_dot" in text) == (dtype == "float32")
+
+
 @pytest.mark.parametrize(
     ("platform", "tokens", "grouped"),
     [("cuda", 32, True), ("cuda", 2**17, False), ("cpu", 32, False)],
 )
 def test_the_platform_and_the_size_choose_how(platform: str, tokens: int, grouped: bool):
+    """Of experts that the kernel does not take."""
     case = make_case(shared=False)
     mesh, rules = make_mesh(tp=1, dp=1, kv_heads=1), make_rules()
     rows = [(HIDDEN, "float32"), (CHOICES, "int32"), (CHOICES, "float32")]
