@@ -151,6 +151,7 @@ def rows_of_mesh(node: NodeConfig, lengths: tuple[int, ...], repeats: int) -> It
     from ffi_transport.engine import TransferEngine
     from ffi_transport.trigger import make_trigger
     from ffi_transport.types import EngineConfig
+    from jaxdisagg.mesh import rank_devices
     from jaxdisagg.model_loading import load_model
     from jaxdisagg.runner import ModelRunner
 
@@ -159,6 +160,11 @@ def rows_of_mesh(node: NodeConfig, lengths: tuple[int, ...], repeats: int) -> It
     with TransferEngine(EngineConfig(provider="loopback")) as engine:
         model = load_model(node)
         trigger = make_trigger(engine.index)
+        devices = rank_devices(model.mesh)
+        on_cpu = devices[0].platform == "cpu"
+        if not on_cpu:
+            ordinals = [device.local_hardware_id for device in devices]
+            engine.open_slots(ordinals, model.config.num_layers + 1)
         config = replace(model.config, mtp=False)
         shared = (model.params, model.mesh, model.rules)
         parts = (replace(node, mtp=False), model.family, config, *shared)
@@ -220,8 +226,8 @@ def rows_of_mesh(node: NodeConfig, lengths: tuple[int, ...], repeats: int) -> It
                     }
                     | (drafts_of(ms, drafting[0][0]) if drafting else {}),
                 )
-        counted = engine.counters()
-        assert counted["triggers"] > 0, "the trigger was never called"
+        # Elsewhere a device stores into slots, at which nobody looks without a plan.
+        assert not on_cpu or engine.counters()["triggers"] > 0, "the trigger was never called"
 
 
 def table_of(rows: list[dict[str, Any]]) -> Table:

@@ -11,10 +11,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from repository import REPOSITORY, load_script
+from repository import REPOSITORY
 
 from ffi_transport import _native
-from jaxdisagg.bench.gpu import cases, numerics, report, steps
+from jaxdisagg.bench.gpu import cases, kernel_cases, numerics, report, steps
 from jaxdisagg.bench.gpu.rows import findings_in, read_rows, rows_in
 from jaxdisagg.bench.gpu.serving import Answer, compare, times_of
 from jaxdisagg.bench.gpu.steps import Outcome, Step, run_step, run_steps
@@ -165,21 +165,33 @@ def test_pages_are_scattered_and_all_else_is_poison():
 
 
 def test_the_cpus_kernel_passes_and_a_wrong_one_does_not(monkeypatch):
-    make = lambda: numerics.gqa_case(4, 2, 64, 8, 61, fp8=False)  # noqa: E731
+    make = lambda: kernel_cases.gqa_case(4, 2, 64, 8, 61, fp8=False)  # noqa: E731
     row = numerics.measure(make, "xla")
     assert row["passed"] is True, row
     assert row["max_error"] < numerics.LIMIT
-    right = numerics.gqa_decode
+    right = kernel_cases.gqa_decode
 
     def wrong(q, cache, table, lengths, **more):  # one token too many: poison, or a page outside
         return right(q, cache, table, lengths + 1, **more)
 
-    monkeypatch.setattr(numerics, "gqa_decode", wrong)
+    monkeypatch.setattr(kernel_cases, "gqa_decode", wrong)
     row = numerics.measure(make, "xla")
     assert row["passed"] is False
     row = numerics.measure(make, "of nobody")
     assert row["passed"] is False
     assert "'of nobody' is not one of" in row["error"]
+
+
+FULL = kernel_cases.cases(small=False)
+
+
+@pytest.mark.parametrize(
+    "make", [*FULL[:7], *(pytest.param(make, marks=pytest.mark.slow) for make in FULL[7:])]
+)
+def test_the_kernels_take_what_they_are_given_on_a_gpu(make):
+    case = make()
+    program = jax.jit(case.call("mosaic_gpu")).trace(*case.operands)
+    assert "mosaic_gpu" in program.lower(lowering_platforms=("cuda",)).as_text()
 
 
 # ---- serving ---------------------------------------------------------------------------------
