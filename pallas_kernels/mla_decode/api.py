@@ -4,8 +4,8 @@ import functools
 
 import jax
 
-from pallas_kernels.dispatch import AUTO, check_latent, dispatch
-from pallas_kernels.mla_decode import reference, xla
+from pallas_kernels.dispatch import AUTO, check_latent, check_scale, dispatch
+from pallas_kernels.mla_decode import mosaic_gpu, reference, xla
 
 
 def mla_decode(
@@ -16,19 +16,31 @@ def mla_decode(
     *,
     scale: float,
     latent: int,
+    cache_scale: jax.Array | None = None,
     backend: str = AUTO,
 ) -> jax.Array:
     """Absorbed attention of one token per row to its first `lengths` cached latents.
 
     q [B, N, R+C], the query already projected into the latent space and its rotated part behind it;
     cache [P, Z, R+C], each row a normed latent and the rotated key that all heads share; page_table
-    [B, W] i32; lengths [B] i32, at most W*Z; latent is R. Returns [B, N, R] in q's dtype: the
-    average of the rows' first R values under softmax(scale * q . row), which the caller projects to
-    the head's values; with that it equals attention over decompressed keys and values
-    (DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C). A row of length 0 gives zeros.
-    Softmax in f32. What lies in pages or offsets past a row's length, NaN included, never reaches a
-    result. Works on local shards of any number of heads inside a shard_map. Raises ValueError for
-    shapes that do not fit and for an unknown back end.
+    [B, W] i32; lengths [B] i32, at most W*Z; latent is R. A cache of uint8 holds e4m3 numbers
+    (float8_e4m3fn) and needs cache_scale f32 [2]: a number is its e4m3 value times cache_scale[0]
+    in the latent part, times cache_scale[1] in the rotated part.
+
+    Returns [B, N, R] in q's dtype: the average of the rows' first R values under softmax(scale *
+    q . row), which the caller projects to the head's values; with that it equals attention over
+    decompressed keys and values (DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C). A row
+    of length 0 gives zeros. Softmax in f32. What lies in pages or offsets past a row's length, NaN
+    included, never reaches a result, and entries of page_table past it may be anything. Works on
+    local shards of any number of heads inside a shard_map.
+
+    Back ends: "reference", "xla", "mosaic_gpu" (Hopper; q bf16, cache bf16 or uint8, R a multiple
+    of 128 up to 512, R+C one of 64 up to 576, pages of 8, 16, 24, ... 128 tokens),
+    "mosaic_interpret" (that kernel on a CPU). "auto" is "mosaic_gpu" in programs for CUDA if it
+    takes the operands, else "xla".
+
+    Raises ValueError for shapes that do not fit, for a cache_scale without a uint8 cache or the
+    reverse, for an unknown back end, and for one that does not take the operands.
     """
     check_latent(q, cache, page_table)
     if q.shape[2] != cache.shape[2] or not 0 < latent <= cache.shape[2]:
@@ -40,8 +52,15 @@ def mla_decode(
         raise ValueError(
             f"q {q.shape}, page_table {page_table.shape} and lengths {lengths.shape} differ in rows"
         )
+    check_scale(cache, cache_scale, (2,))
+    kernel = functools.partial(mosaic_gpu.mla_decode, scale=scale, latent=latent)
     backends = {
         "reference": functools.partial(reference.mla_decode, scale=scale, latent=latent),
         "xla": functools.partial(xla.mla_decode, scale=scale, latent=latent),
+        "mosaic_gpu": kernel,
+        "mosaic_interpret": functools.partial(kernel, interpret=True),
     }
-    return dispatch(backend, backends, (q, cache, page_table, lengths))
+    operands = (q, cache, page_table, lengths)
+    if cache_scale is not None:
+        operands = (*operands, cache_scale)
+    return dispatch(backend, backends, operands, mosaic_gpu.supports(q, cache, latent))

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paging import MASKED
+from pallas_kernels.paging import MASKED, to_f32
 
 
 def mla_decode(
@@ -11,12 +11,17 @@ def mla_decode(
     cache: jax.Array,
     page_table: jax.Array,
     lengths: jax.Array,
+    cache_scale: jax.Array | None = None,
     *,
     scale: float,
     latent: int,
 ) -> jax.Array:
     """As `api.mla_decode`, in f32 throughout."""
-    rows = cache.astype(jnp.float32)[page_table].reshape(len(q), -1, cache.shape[2])  # [B, S, R+C]
+    width = cache.shape[2]
+    cached = to_f32(cache)
+    if cache_scale is not None:
+        cached = cached * jnp.where(jnp.arange(width) < latent, cache_scale[0], cache_scale[1])
+    rows = cached[page_table].reshape(len(q), -1, width)  # [B, S, R+C]
     live = jnp.arange(rows.shape[1]) < lengths[:, None]  # [B, S]
     rows = jnp.where(live[..., None], rows, 0)
     scores = jnp.einsum("bnw,bsw->bns", q.astype(jnp.float32), rows, precision="highest") * scale

@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paging import MASKED, pad_table, pages_per_block, read_latent_block
+from pallas_kernels.paging import (
+    MASKED,
+    pad_table,
+    pages_per_block,
+    read_latent_block,
+    to_f32,
+)
 
 
 def mla_decode(
@@ -16,6 +22,7 @@ def mla_decode(
     cache: jax.Array,
     page_table: jax.Array,
     lengths: jax.Array,
+    cache_scale: jax.Array | None = None,
     *,
     scale: float,
     latent: int,
@@ -23,18 +30,25 @@ def mla_decode(
     """As `api.mla_decode`; memory is one block of latents for all rows.
 
     Products are taken in the cache's dtype and summed in f32: all heads share a latent, so that
-    even one row is a matrix product, which a CPU does up to four times faster in bf16.
+    even one row is a matrix product, which a CPU does up to four times faster in bf16. For e4m3
+    bytes, which are bf16 numbers too, q's dtype takes that place.
     """
     page_size = cache.shape[1]
     block = pages_per_block(page_size, page_table.shape[1])
     table = pad_table(page_table, block)
-    queries = q.astype(cache.dtype)
+    dtype = q.dtype if cache_scale is not None else cache.dtype
+    queries = q.astype(dtype)
 
     def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, acc = carry  # f32 [B, N], [B, N], [B, N, R]
         pages = lax.dynamic_slice_in_dim(table, i * block, block, axis=1)
         rows, live = read_latent_block(cache, pages, i * block, lengths)
-        scores = jnp.einsum("bnw,bsw->bns", queries, rows, preferred_element_type=jnp.float32)
+        if cache_scale is None:
+            scores = dots(queries, rows)
+        else:  # scaled when summed: a scaled query would no longer be a bf16 number
+            rows = to_f32(rows).astype(dtype)
+            scores = cache_scale[0] * dots(queries[..., :latent], rows[..., :latent])
+            scores += cache_scale[1] * dots(queries[..., latent:], rows[..., latent:])
         scores = jnp.where(live[:, None], scores * scale, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
@@ -52,4 +66,12 @@ def mla_decode(
     start = (zeros + MASKED, zeros, jnp.zeros((*q.shape[:2], latent), jnp.float32))
     _, total, acc = lax.fori_loop(0, blocks, body, start)
     # A row of length 0 has only weights of masked zeros: its acc is 0 whatever its total.
-    return (acc / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
+    out = acc / jnp.maximum(total, 1e-30)[..., None]
+    if cache_scale is not None:
+        out = out * cache_scale[0]
+    return out.astype(q.dtype)
+
+
+def dots(queries: jax.Array, rows: jax.Array) -> jax.Array:
+    """f32 [B, N, S], the products of queries [B, N, W] with rows [B, S, W]."""
+    return jnp.einsum("bnw,bsw->bns", queries, rows, preferred_element_type=jnp.float32)

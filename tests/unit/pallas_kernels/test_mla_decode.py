@@ -241,5 +241,5 @@ def test_shapes_that_do_not_fit_are_refused():
 
 
 def test_an_unknown_back_end_is_refused_by_name():
-    with pytest.raises(ValueError, match="'cudnn' is not one of auto, reference, xla"):
+    with pytest.raises(ValueError, match=r"'cudnn' is not one of auto, .*, reference, xla"):
         attend(*make_case([3]), backend="cudnn")
