@@ -27,6 +27,7 @@ from jaxdisagg.registration import register_cache
 from jaxdisagg.runner import ModelRunner
 from jaxdisagg.sampler import MAX_LOGPROBS
 from jaxdisagg.step_plans import StepPlanner
+from jaxdisagg.trigger_slots import open_slots
 
 Progress = Callable[[str], None]
 
@@ -44,7 +45,7 @@ def make_runner(
     `group` is the leader's, for a node of several processes: its followers run what this one does.
     """
     trigger = make_trigger(engine.index) if engine is not None and node.role == "prefill" else None
-    return ModelRunner(
+    runner = ModelRunner(
         node,
         model.family,
         model.config,
@@ -54,6 +55,9 @@ def make_runner(
         trigger=trigger,
         share=None if group is None else group.broadcast,
     )
+    if trigger is not None and engine is not None:
+        open_slots(engine, runner.cache)
+    return runner
 
 
 def _warm_runner(

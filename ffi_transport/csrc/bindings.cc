@@ -252,7 +252,8 @@ void bind_engine(nb::module_& module) {
            [](Engine& self, const std::vector<int>& ordinals, int layers, bool device) {
              check(unlocked([&] { return self.open_slots(ordinals, layers, device); }));
            })
-      .def("drop_plan", [](Engine& self, int64_t step) { check(self.drop_plan(step)); })
+      .def("drop_plan", [](Engine& self,
+                           int64_t step) { check(unlocked([&] { return self.drop_plan(step); })); })
       .def("poll", &poll)
       .def("counters",
            [](Engine& self) {

@@ -109,11 +109,12 @@ Result<int> CudaDevice::attribute(int attribute) const {
   return value;
 }
 
-CudaCurrent::CudaCurrent(const CudaDevice& device)
-    : driver_(device.driver()),
-      status_(driver_.check(driver_.context_push(device.context_),
-                            "CUDA device " + std::to_string(device.ordinal()) +
-                                ": its context cannot be made current")) {}
+CudaCurrent::CudaCurrent(const CudaDevice& device) : driver_(device.driver()) {
+  const cuda::Error error = driver_.context_push(device.context_);
+  if (error == cuda::kSuccess) return;  // the usual case writes no text: triggers come this way
+  status_ = driver_.check(error, "CUDA device " + std::to_string(device.ordinal()) +
+                                     ": its context cannot be made current");
+}
 
 CudaCurrent::~CudaCurrent() {
   cuda::Context was = nullptr;

@@ -71,7 +71,8 @@ void SlotPoller::watch(int64_t step, const std::vector<int>& ordinals, int layer
 }
 
 void SlotPoller::forget(int64_t step) {
-  inbox_.post([this, low = static_cast<uint32_t>(step)] {
+  // Waited for: a later step's value in a slot must not be taken for this one's.
+  inbox_.call([this, low = static_cast<uint32_t>(step)] {
     std::erase_if(watches_, [low](const Watch& watch) { return watch.step == low; });
   });
 }

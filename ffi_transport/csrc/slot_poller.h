@@ -27,7 +27,7 @@ class SlotPoller {
   // After the step's plan was filed and before it is dispatched. Steps are dispatched in the order
   // in which they are watched, one by one, and their numbers ascend.
   void watch(int64_t step, const std::vector<int>& ordinals, int layers);
-  // The step will not run, or not to its end.
+  // The step will not run, or not to its end: nothing of it is told any more.
   void forget(int64_t step);
 
  private:

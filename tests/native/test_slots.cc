@@ -420,6 +420,21 @@ TEST(cuda_trigger_enqueues_two_copies_and_waits_for_none) {
   CHECK_EQ(one.device->driver().stream_create(&stream, 0), cuda::kInvalidContext);
 }
 
+// A captured graph holds the slots' addresses: they stay, whoever else is gone.
+TEST(cuda_slots_outlive_their_owner) {
+  FakeDriver fake;
+  constexpr int kEngine = TriggerRegistry::kEngines - 5;
+  auto board = board_of({0}, 1, true);
+  const void* slot = board->slot(0, 0);
+  CudaTriggers::install(kEngine, board);
+  board.reset();
+  Stream stream(0);
+  stream.step = 5;
+  CHECK_EQ(CudaTriggers::enqueue(stream.call(kEngine, 0)), cuda::kSuccess);
+  stream.drain();
+  CHECK_EQ(*static_cast<const int32_t*>(slot), 5);
+}
+
 TEST(cuda_trigger_without_slots_passes_x_on) {
   FakeDriver fake;
   auto board = board_of({0}, 3, true);

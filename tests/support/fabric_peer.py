@@ -39,6 +39,17 @@ def wait_for[E: Event](engine: TransferEngine, kind: type[E], seen: list[Event])
         seen += engine.poll(0.2)
 
 
+def wait_for_all[E: Event](engine: TransferEngine, kind: type[E], count: int) -> list[E]:
+    """The next `count` events of a kind; others are dropped."""
+    end = time.monotonic() + DEADLINE
+    found: list[E] = []
+    while len(found) < count:
+        if time.monotonic() > end:
+            raise TimeoutError(f"{len(found)} {kind.__name__} in {DEADLINE} s, not {count}")
+        found += [event for event in engine.poll(0.2) if isinstance(event, kind)]
+    return found
+
+
 def page_sums(memory: np.ndarray) -> list[int]:
     """A checksum of each page of PAGE bytes."""
     return [zlib.crc32(page.tobytes()) for page in memory.reshape(-1, PAGE)]
