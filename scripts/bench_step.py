@@ -6,8 +6,6 @@ decode steps are timed without and with drafts, interleaved. Every row is of thi
 run; trust the ratios.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from jaxdisagg.bench.report import check_json, environment, write_json
+from jaxdisagg.bench.timing import interleaved, median_ci
 from jaxdisagg.config import BatchConfig, CacheConfig, NodeConfig
 from jaxdisagg.config_text import parse_node, parse_numbers
 from jaxdisagg.process_setup import set_host_devices
@@ -32,26 +31,6 @@ if TYPE_CHECKING:
 
 console = Console()
 CALLS_IN_CHAIN = 256
-
-
-def median_ci(values: list[float]) -> tuple[float, float, float]:
-    """Median and the order statistics that bound it with 95 % confidence."""
-    ordered = sorted(values)
-    n = len(ordered)
-    half = 0.98 * n**0.5
-    low, high = max(int(n / 2 - half), 0), min(int(n / 2 + half), n - 1)
-    return statistics.median(ordered), ordered[low], ordered[high]
-
-
-def interleaved(runs: list[Callable[[], None]], repeats: int) -> list[list[float]]:
-    """Seconds of each run, taken in turns, so that a slow moment of the machine hits all."""
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(repeats):
-        for taken, run in zip(times, runs, strict=True):
-            start = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - start)
-    return times
 
 
 def prefill_run(runner: "ModelRunner", tokens: int, earlier: int) -> Callable[[], None]:
