@@ -196,15 +196,19 @@ def read_per_row(ref: Ref) -> jax.Array:
 # Matmuls ------------------------------------------------------------------------------------------
 
 
-def scores(q: Ref, k: Ref, *more: tuple[Ref, Ref]) -> jax.Array:
+def scores(
+    q: Ref, k: Ref, *more: tuple[Ref, Ref], meanwhile: Callable[[], None] = lambda: None
+) -> jax.Array:
     """f32 [M, N], q @ k.T of shared tiles q [M, D] and k [N, D]; M a multiple of 64.
 
-    The products of `more` such pairs, of the same M and N, are added.
+    The products of `more` such pairs, of the same M and N, are added. `meanwhile` runs while the
+    matmuls do.
     """
 
     def multiply(acc: Ref) -> jax.Array:
         for left, right in ((q, k), *more):
             plgpu.wgmma(acc, left, right.transpose((1, 0)))
+        meanwhile()
         return acc[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((q.shape[0], k.shape[0]), jnp.float32))
@@ -251,7 +255,7 @@ def summed(
 
 
 def add_product(acc: Ref, a: Ref, b: Ref) -> None:
-    """Start to add a @ b to an accumulator [M, N] of `summed`, of shared tiles [M, D] and [D, N]."""
+    """Start to add a @ b, shared tiles [M, D] and [D, N], to an accumulator of `summed`."""
     plgpu.wgmma(acc, a, b)
 
 

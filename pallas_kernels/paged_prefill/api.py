@@ -3,9 +3,10 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.dispatch import AUTO, check_paged, dispatch
-from pallas_kernels.paged_prefill import reference, xla
+from pallas_kernels.paged_prefill import mosaic_gpu, reference, xla
 
 
 def paged_prefill(
@@ -23,18 +24,32 @@ def paged_prefill(
     q [T, N, H]; cache [P, K, 2, Z, H] with N a multiple of K; rows [T] i32, the row of page_table
     [R, W] that token t belongs to, negative for padding; positions [T] i32. Token t attends to
     positions 0..positions[t] of its row. Returns [T, N, H] in q's dtype; padding gives zeros. Any
-    order of tokens is right; tokens of one row side by side are fast. Softmax in f32. What lies
-    past the last attended position of a row, NaN included, never reaches a result. Works on local
-    shards inside a shard_map. Raises ValueError for shapes that do not fit and for an unknown back
-    end.
+    order of tokens is right; tokens of one row side by side are fast, and fastest in the order of
+    their positions. Softmax in f32. What lies past the last attended position of a row, NaN
+    included, never reaches a result, and entries of page_table past it may be anything. Works on
+    local shards inside a shard_map.
+
+    Back ends: "reference", "xla", "mosaic_gpu" (Hopper; bf16, head dims 64 and 128, pages of 8, 16,
+    24, ... 128 tokens, up to 128 query heads per KV head), "mosaic_interpret" (that kernel on a
+    CPU). "auto" is "mosaic_gpu" in programs for CUDA if it takes the operands, else "xla".
+
+    Raises ValueError for shapes that do not fit, for a uint8 cache, for an unknown back end, and
+    for one that does not take the operands.
     """
     check_paged(q, cache, page_table)
     if rows.shape != q.shape[:1] or positions.shape != q.shape[:1]:
         raise ValueError(
             f"q {q.shape}, rows {rows.shape} and positions {positions.shape} differ in tokens"
         )
+    if cache.dtype == jnp.uint8:
+        raise ValueError("cache: uint8, whose bytes are e4m3 numbers, is for decoding alone")
     backends = {
         "reference": functools.partial(reference.paged_prefill, scale=scale),
         "xla": functools.partial(xla.paged_prefill, scale=scale),
+        "mosaic_gpu": functools.partial(mosaic_gpu.paged_prefill, scale=scale),
+        "mosaic_interpret": functools.partial(
+            mosaic_gpu.paged_prefill, scale=scale, interpret=True
+        ),
     }
-    return dispatch(backend, backends, (q, cache, rows, positions, page_table))
+    operands = (q, cache, rows, positions, page_table)
+    return dispatch(backend, backends, operands, mosaic_gpu.supports(q, cache, scale))
