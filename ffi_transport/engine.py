@@ -44,6 +44,9 @@ _OUTCOMES: tuple[Literal["completed", "cancelled", "failed"], ...] = (
     "failed",
 )
 
+# By ffi_transport::MemoryMode.
+_MEMORY_MODES: tuple[Literal["host", "direct", "staged"], ...] = ("host", "direct", "staged")
+
 # By ffi_transport::EventKind. The arguments are those of _native.Engine.poll.
 _EVENTS: "tuple[Callable[[_native.EventTuple], Event], ...]" = (
     lambda e: PeerConnected(e[1], e[8], e[9]),
@@ -150,22 +153,39 @@ class TransferEngine:
     # ---- memory ------------------------------------------------------------------------------
 
     def register_memory(
-        self, address: int, length: int, domains: Sequence[int] | None = None
+        self,
+        address: int,
+        length: int,
+        domains: Sequence[int] | None = None,
+        *,
+        device: int | None = None,
     ) -> MemoryRegion:
         """Let peers write `length` bytes at `address`, which must outlive the registration.
 
         With these of the engine's domains (indices into config.domains, in any order), or with all.
-        Peers write to the region, and it is written from, through them alone. A ValueError for an
-        index that is out of range or there twice; RegistrationFailed when the provider refuses.
+        Peers write to the region, and it is written from, through them alone. `device` is the CUDA
+        ordinal of the device whose memory it is, None for the host's; config.device_memory says how
+        it is reached. A ValueError for a domain that is out of range or there twice, or memory that
+        is not the device's; FabricUnavailable without CUDA's driver, or if it must be reached
+        directly and the provider cannot; RegistrationFailed when the provider refuses.
         """
         id, descriptor = self._native.register_memory(
-            address, length, None if domains is None else list(domains)
+            address, length, None if domains is None else list(domains), device
         )
         return MemoryRegion(id, address, length, descriptor)
+
+    def memory_mode(self, region: MemoryRegion) -> Literal["host", "direct", "staged"]:
+        """How the region's memory is reached; "host" is memory of this process."""
+        return _MEMORY_MODES[self._native.memory_mode(region.id)[0]]
+
+    def why_staged(self, region: MemoryRegion) -> str:
+        """Why a staged region is not reached directly; "" for others."""
+        return self._native.memory_mode(region.id)[1]
 
     def deregister(self, region: MemoryRegion) -> None:
         """Forget a region. RegistrationFailed while writes read from it.
 
+        Copies out of a staged region are waited for, as they end by themselves: at most 5 seconds.
         With TCP providers this alone stops no writer: fence the peers that know it first.
         """
         self._native.deregister(region.id)

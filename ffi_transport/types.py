@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PROVIDERS = ("auto", "efa", "verbs", "tcp", "net", "tcp;ofi_rxm", "loopback")
+DEVICE_MEMORY = ("auto", "direct", "staged")
 MAX_UNIT_BYTES = 1 << 20
 """A unit is at most this long; a larger page is planned as several units."""
 
@@ -48,7 +49,11 @@ class EngineConfig:
     `posts_in_flight` bounds the writes to one peer on each domain. `peer_timeout_ms` of silence is
     a lost peer. `slot_bits` of the 32-bit immediate number the counters. `libfabric_path` is a
     library to load instead of the system's (or of the one that the environment variable
-    JAXDISAGG_LIBFABRIC names). `trace` records triggers, posts and completions.
+    JAXDISAGG_LIBFABRIC names). `device_memory` says how a GPU's memory is reached: "direct", by the
+    NIC itself, which is an error where the provider cannot; "staged", through pinned memory;
+    "auto", directly with a NIC that can, else staged. `staging_bytes` of pinned memory are held for
+    each device that sends from staged regions, in equal parts for the domains of the first of them
+    (at least 2 MiB each). `trace` records triggers, posts and completions.
     """
 
     provider: str = "auto"
@@ -63,6 +68,8 @@ class EngineConfig:
     peer_timeout_ms: int = 5000
     slot_bits: int = 20
     libfabric_path: str | None = None
+    device_memory: str = "auto"
+    staging_bytes: int = 64 << 20
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -81,6 +88,11 @@ class EngineConfig:
         _check_range("heartbeat_ms", self.heartbeat_ms, 1, 60_000)
         _check_range("peer_timeout_ms", self.peer_timeout_ms, 1, 3_600_000)
         _check_range("slot_bits", self.slot_bits, 1, 20)
+        if self.device_memory not in DEVICE_MEMORY:
+            raise ValueError(
+                f"device_memory: {self.device_memory!r} is none of {', '.join(DEVICE_MEMORY)}"
+            )
+        _check_range("staging_bytes", self.staging_bytes, 2 << 20, 1 << 40)
         if self.peer_timeout_ms <= self.heartbeat_ms:
             raise ValueError(
                 f"peer_timeout_ms: {self.peer_timeout_ms} must exceed heartbeat_ms "

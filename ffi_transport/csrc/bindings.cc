@@ -114,6 +114,11 @@ Engine* make_engine(const nb::dict& config, std::optional<nb::bytes> hello) {
   options.peer_timeout_ms = nb::cast<int>(config["peer_timeout_ms"]);
   options.slot_bits = nb::cast<uint32_t>(config["slot_bits"]);
   options.libfabric_path = nb::cast<std::string>(config["libfabric_path"]);
+  const auto device_memory = nb::cast<std::string>(config["device_memory"]);
+  options.device_memory = device_memory == "direct"   ? DeviceMemory::kDirect
+                          : device_memory == "staged" ? DeviceMemory::kStaged
+                                                      : DeviceMemory::kAuto;
+  options.staging_bytes = nb::cast<uint64_t>(config["staging_bytes"]);
   options.trace = nb::cast<bool>(config["trace"]);
   std::optional<std::string> native_hello;
   if (hello) native_hello = to_string(*hello);
@@ -166,12 +171,18 @@ void bind_engine(nb::module_& module) {
       .def(
           "register_memory",
           [](Engine& self, uint64_t address, uint64_t length,
-             std::optional<std::vector<int64_t>> domains) {
+             std::optional<std::vector<int64_t>> domains, std::optional<int> device) {
             const auto region = check(unlocked(
-                [&] { return self.register_memory(address, length, std::move(domains)); }));
+                [&] { return self.register_memory(address, length, std::move(domains), device); }));
             return nb::make_tuple(region->id, to_bytes(check(self.descriptor(region->id))));
           },
-          nb::arg("address"), nb::arg("length"), nb::arg("domains").none())
+          nb::arg("address"), nb::arg("length"), nb::arg("domains").none(),
+          nb::arg("device").none())
+      .def("memory_mode",
+           [](Engine& self, int64_t region) {
+             const auto [mode, why_staged] = check(self.memory_mode(region));
+             return nb::make_tuple(static_cast<int>(mode), to_text(why_staged));
+           })
       .def("deregister",
            [](Engine& self, int64_t region) {
              check(unlocked([&] { return self.deregister(region); }));

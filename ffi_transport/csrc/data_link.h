@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "data_worker.h"
+#include "staged_queue.h"
 
 namespace ffi_transport {
 
@@ -16,7 +17,9 @@ namespace ffi_transport {
 struct DataWorker::WriteOp {
   OpContext context;
   TransferPtr transfer;
-  RegionPtr source;
+  RegionPtr source;             // null for a staged write: it is read no more
+  StagingRing* ring = nullptr;  // of a staged write, with its room there
+  uint64_t room = 0;
   uint32_t units = 0;
   uint64_t bytes = 0;
   int64_t step = 0;
@@ -30,7 +33,10 @@ struct DataWorker::Link {
        const WorkerOptions& options, ImmCounters* counters, Stats* stats, DomainStats* domain_stats,
        TraceLog* trace);
 
-  // For ByteTurns.
+  // With a ring where the job's memory is staged.
+  void add(Job job, StagingRing* ring);
+
+  // For ByteTurns. Writes from registered memory, and those from each device's ring, take turns.
   uint64_t next_bytes();
   bool post_next();
   uint64_t credit = 0;
@@ -52,20 +58,30 @@ struct DataWorker::Link {
       addresses;         // of the peer's data endpoints, by its domain; empty: not yet
   bool refused = false;  // the provider said: again
   std::string broken;
-  std::deque<Job> jobs;
 
  private:
+  // Where writes come from: the jobs (0) or a device's queue (its place + 1).
+  uint64_t bytes_of(size_t source);
+  uint64_t job_bytes();
+  bool post_job();
+  bool post_staged(StagedQueue& queue);
+  // Posts what `op` says; its transfer has begun to be in flight.
+  Status write(WriteOp& op, const PackedWrite& packed, std::span<const LocalPiece> local,
+               const RemoteRegion::Access& access);
   void finish(const Completion& completion);
   void retire(WriteOp& op);
   void trace_write(TraceKind kind, const WriteOp& op);
   void drop_front(bool skipped);
 
+  const uint64_t staged_ahead_;  // what of a ring the peer may hold
   FlowWindow window_;
   std::vector<WriteOp> ops_;
   std::vector<WriteOp*> free_;
+  std::deque<Job> jobs_;
   PackedWrite head_;  // the front job's next write
   bool has_head_ = false;
-  size_t head_cursor_ = 0;  // the front job's cursor before head_
+  std::vector<std::unique_ptr<StagedQueue>> staged_;  // by device, in the order of their first jobs
+  size_t turn_ = 0;                                   // whose write goes next
 };
 
 }  // namespace ffi_transport

@@ -7,6 +7,12 @@
 #include "threads.h"
 
 namespace ffi_transport {
+namespace {
+
+// How long the thread sleeps while a copy from a device runs: nothing wakes it when the copy ends.
+constexpr auto kCopyNap = std::chrono::microseconds(20);
+
+}  // namespace
 
 DataWorker::DataWorker(std::unique_ptr<Domain> domain, const WorkerOptions& options,
                        ImmCounters* counters, Stats* stats, std::atomic<uint64_t>* trace_order,
@@ -78,6 +84,14 @@ void DataWorker::close_link(int64_t peer) {
   inbox_.call([&] { drop_link(peer); });
 }
 
+Status DataWorker::add_ring(std::unique_ptr<StagingRing> ring) {
+  const bool added = inbox_.call([&] {
+    const int device = ring->device();
+    rings_.emplace(device, std::move(ring));
+  });
+  return added ? Status() : Status(Code::kClosed, "the engine is closed");
+}
+
 void DataWorker::submit(Job job) {
   // std::function wants a copyable closure; a job is cheap to share.
   auto shared = std::make_shared<Job>(std::move(job));
@@ -89,7 +103,9 @@ void DataWorker::submit(Job job) {
 void DataWorker::submit_here(Job job) {
   for (auto& link : links_) {
     if (link->peer == job.transfer->peer()) {
-      link->jobs.push_back(std::move(job));
+      StagingRing* ring = nullptr;
+      if (job.source->mode == MemoryMode::kStaged) ring = rings_.at(job.source->device).get();
+      link->add(std::move(job), ring);
       return;
     }
   }
@@ -131,6 +147,7 @@ void DataWorker::loop() {
     bool progress = inbox_.run();
     progress |= extra_();
     progress |= poll_links();
+    progress |= work_rings();
     progress |= turns_.round(links_);
     if (progress) {
       active_until = Clock::now() + spin;
@@ -138,6 +155,10 @@ void DataWorker::loop() {
       continue;
     }
     if (++empty_turns < kEmptyTurns || Clock::now() < active_until) continue;
+    if (copying()) {
+      std::this_thread::sleep_for(kCopyNap);
+      continue;
+    }
     waiter_.announce();
     bool may_block = idle();
     int wait_ms = -1;
@@ -156,6 +177,23 @@ void DataWorker::loop() {
   }
   inbox_.run();
   while (!links_.empty()) drop_link(links_.back()->peer);
+  rings_.clear();
+}
+
+bool DataWorker::work_rings() {
+  if (rings_.empty()) return false;
+  bool progress = false;
+  uint64_t bytes = 0;
+  for (auto& [device, ring] : rings_) {
+    progress |= ring->work();
+    bytes += ring->space().used();
+  }
+  staged_bytes_.store(bytes, std::memory_order_relaxed);
+  return progress;
+}
+
+bool DataWorker::copying() const {
+  return std::ranges::any_of(rings_, [](const auto& entry) { return entry.second->copying(); });
 }
 
 bool DataWorker::poll_links() {

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
@@ -14,31 +15,13 @@
 #include "fabric.h"
 #include "flow.h"
 #include "imm_counters.h"
-#include "packer.h"
-#include "region.h"
+#include "job.h"
+#include "staging_ring.h"
 #include "stats.h"
 #include "trace.h"
-#include "transfer.h"
 #include "waiter.h"
 
 namespace ffi_transport {
-
-// Writes to post, in order: units [cursor, end) of a list, from one region into one of a peer's, by
-// one lane: from the source_place-th of the source region's domains to the remote_place-th of the
-// remote one's.
-struct Job {
-  TransferPtr transfer;
-  RegionPtr source;
-  RemoteRegionPtr remote;
-  size_t source_place = 0;
-  size_t remote_place = 0;
-  UnitList units;
-  size_t cursor = 0;
-  size_t end = 0;
-  int64_t step = 0;  // where it came from, for the trace
-  int32_t layer = -1;
-  int32_t ordinal = -1;
-};
 
 struct WorkerOptions {
   int spin_us = 50;
@@ -75,6 +58,11 @@ class DataWorker {
   Status connect_link(int64_t peer, const std::vector<std::string>& remote_names);
   void close_link(int64_t peer);
 
+  // Jobs from this device's memory go through the ring from now on.
+  Status add_ring(std::unique_ptr<StagingRing> ring);
+  // Bytes in the rings, as of a moment ago.
+  uint64_t staged_bytes() const { return staged_bytes_.load(std::memory_order_relaxed); }
+
   // From any thread. The transfer fails when the peer has no link (any more).
   void submit(Job job);
   void submit_here(Job job);  // by the worker's own thread
@@ -85,6 +73,8 @@ class DataWorker {
 
   void loop();
   bool poll_links();
+  bool work_rings();
+  bool copying() const;
   void drop_link(int64_t peer);
   void break_link(int64_t peer, const std::string& reason);
   bool idle() const;
@@ -99,7 +89,9 @@ class DataWorker {
   Waiter waiter_;
   Inbox inbox_;
   std::unique_ptr<Domain> domain_;
-  std::vector<std::unique_ptr<Link>> links_;  // owned and touched by the thread alone
+  std::atomic<uint64_t> staged_bytes_{0};
+  std::map<int, std::unique_ptr<StagingRing>> rings_;  // by device; the thread's, as links_ are
+  std::vector<std::unique_ptr<Link>> links_;           // owned and touched by the thread alone
   ByteTurns<Link> turns_;
   std::function<bool()> extra_, extra_idle_;
   std::atomic<bool> stopping_{false};

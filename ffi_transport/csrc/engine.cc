@@ -24,6 +24,14 @@ uint64_t default_bytes_in_flight(const std::string& provider) {
   return over_tcp ? 768 << 10 : 16 << 20;
 }
 
+// A software provider that offers FI_HMEM copies inside its calls, which stops its thread: it is
+// asked for that only if told to. And a machine without CUDA's driver has no device memory.
+DeviceMemoryWish device_memory_wish(DeviceMemory how) {
+  if (how == DeviceMemory::kDirect) return DeviceMemoryWish::kAny;
+  if (how == DeviceMemory::kStaged || !CudaDriver::open().ok()) return DeviceMemoryWish::kNone;
+  return DeviceMemoryWish::kHardware;
+}
+
 }  // namespace
 
 Engine::Engine(const EngineOptions& options)
@@ -44,15 +52,21 @@ Engine::~Engine() { close(); }
 
 Status Engine::open(std::optional<std::string> hello) {
   if (options_.provider == "loopback") {
-    data_fabric_ = make_loopback(options_.loopback);
+    LoopbackOptions loopback = options_.loopback;
+    // It plays a NIC that reaches device memory for those who insist: its copies are the CPU's, so
+    // the memory must be a fake driver's.
+    loopback.device_memory |= options_.device_memory == DeviceMemory::kDirect;
+    data_fabric_ = make_loopback(loopback);
   } else {
-    OfiOptions ofi{options_.provider, options_.bind, options_.libfabric_path, false};
+    OfiOptions ofi{options_.provider, options_.bind, options_.libfabric_path, false,
+                   device_memory_wish(options_.device_memory)};
     auto fabric = open_ofi(ofi);
     if (!fabric.ok()) return fabric.status();
     data_fabric_ = fabric.take();
     if (data_fabric_->provider() == "efa" || data_fabric_->provider() == "verbs") {
       // Greeting needs an address that people can write down: control goes over IP.
-      auto control = open_ofi({"auto", options_.bind, options_.libfabric_path, true});
+      auto control =
+          open_ofi({"auto", options_.bind, options_.libfabric_path, true, DeviceMemoryWish::kNone});
       if (!control.ok()) return control.status();
       control_fabric_ = control.take();
     }
@@ -150,95 +164,6 @@ Status Engine::check_open() const {
   return Status(Code::kClosed, "the engine is closed");
 }
 
-// ---- memory ----------------------------------------------------------------------------------
-
-Result<std::vector<uint32_t>> Engine::choose_domains(
-    std::optional<std::vector<int64_t>> wanted) const {
-  std::vector<uint32_t> out;
-  if (!wanted) {
-    for (size_t i = 0; i < workers_.size(); ++i) out.push_back(static_cast<uint32_t>(i));
-    return out;
-  }
-  if (wanted->empty()) return Status(Code::kInvalid, "domains: a region needs at least one");
-  // Ascending, so that two regions with the same domains pair them up alike.
-  std::ranges::sort(*wanted);
-  for (const int64_t domain : *wanted) {
-    if (domain < 0 || domain >= static_cast<int64_t>(workers_.size())) {
-      return Status(Code::kInvalid, "domains: " + std::to_string(domain) + " is not in 0.." +
-                                        std::to_string(workers_.size() - 1));
-    }
-    if (!out.empty() && out.back() == domain) {
-      return Status(Code::kInvalid, "domains: " + std::to_string(domain) + " is there twice");
-    }
-    out.push_back(static_cast<uint32_t>(domain));
-  }
-  return out;
-}
-
-Result<RegionPtr> Engine::register_memory(uint64_t address, uint64_t length,
-                                          std::optional<std::vector<int64_t>> wanted) {
-  if (Status status = check_open(); !status.ok()) return status;
-  if (address == 0 || length == 0) {
-    return Status(Code::kInvalid, "a region needs an address and a length, not " +
-                                      std::to_string(address) + " and " + std::to_string(length));
-  }
-  auto domains = choose_domains(std::move(wanted));
-  if (!domains.ok()) return domains.status();
-  auto region = std::make_shared<Region>();
-  region->address = address;
-  region->length = length;
-  for (const uint32_t domain : *domains) {
-    auto registration =
-        workers_[domain]->domain().register_memory(reinterpret_cast<void*>(address), length);
-    if (!registration.ok()) return registration.status();
-    region->domains.push_back({domain, registration.take()});
-  }
-  std::lock_guard lock(regions_mutex_);
-  region->id = next_region_++;
-  regions_[region->id] = region;
-  return region;
-}
-
-Result<RegionPtr> Engine::find_region(int64_t id) const {
-  std::lock_guard lock(regions_mutex_);
-  const auto it = regions_.find(id);
-  if (it == regions_.end()) {
-    return Status(Code::kInvalid, "region " + std::to_string(id) + " is not registered");
-  }
-  return it->second;
-}
-
-Status Engine::deregister(int64_t id) {
-  auto region = find_region(id);
-  if (!region.ok()) return region.status();
-  (*region)->closed.store(true, std::memory_order_seq_cst);
-  if (const int64_t flying = (*region)->in_flight.load(std::memory_order_seq_cst); flying > 0) {
-    (*region)->closed.store(false, std::memory_order_seq_cst);
-    Status::Detail detail;
-    detail.text = "region " + std::to_string(id) + " has " + std::to_string(flying) +
-                  " writes or arrivals in flight: end or cancel their transfers, disarm its slots";
-    detail.id = id;
-    return Status(Code::kRegistration, std::move(detail));
-  }
-  for (const auto& [ordinal, layer] : plans_.forget_source(id)) {
-    hub_->set_address(ordinal, layer, 0);
-  }
-  std::lock_guard lock(regions_mutex_);
-  regions_.erase(id);
-  return {};
-}
-
-Result<std::string> Engine::descriptor(int64_t id) const {
-  auto region = find_region(id);
-  if (!region.ok()) return region.status();
-  RemoteRegion remote;
-  remote.length = (*region)->length;
-  for (const auto& [domain, registration] : (*region)->domains) {
-    remote.domains.push_back({domain, registration->key(), registration->base()});
-  }
-  return remote.encode();
-}
-
 // ---- peers -----------------------------------------------------------------------------------
 
 Result<int64_t> Engine::connect(const std::string& address, double timeout_s) {
@@ -283,6 +208,9 @@ std::vector<std::pair<std::string, uint64_t>> Engine::stats() const {
   FFI_TRANSPORT_STATS(FFI_TRANSPORT_READ)
 #undef FFI_TRANSPORT_READ
   out.emplace_back("steps_live", plans_.live());
+  uint64_t held = 0;
+  for (const auto& worker : workers_) held += worker->staged_bytes();
+  out.emplace_back("staging_bytes_held", held);
   return out;
 }
 

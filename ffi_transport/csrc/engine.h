@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -28,6 +29,9 @@
 
 namespace ffi_transport {
 
+// How memory of a device is reached: by the NIC where it can, or through pinned memory.
+enum class DeviceMemory : uint8_t { kAuto, kDirect, kStaged };
+
 struct EngineOptions {
   std::string provider = "auto";
   std::string bind = "127.0.0.1";
@@ -43,6 +47,8 @@ struct EngineOptions {
   int peer_timeout_ms = 5000;
   uint32_t slot_bits = 20;
   std::string libfabric_path;
+  DeviceMemory device_memory = DeviceMemory::kAuto;
+  uint64_t staging_bytes = 64 << 20;  // of pinned memory for each device, over all its domains
   bool trace = false;
   LoopbackOptions loopback;  // tests delay and reorder with it
   size_t trigger_ring = TriggerHub::kRingCapacity;
@@ -63,9 +69,12 @@ class Engine : private DataPlane {
   int event_fd() const { return events_.fd(); }
 
   // With these of the engine's domains, or with all. Peers write to it, and it is written from,
-  // through them alone.
+  // through them alone. `device` is the CUDA ordinal of a device whose memory it is.
   Result<RegionPtr> register_memory(uint64_t address, uint64_t length,
-                                    std::optional<std::vector<int64_t>> domains = std::nullopt);
+                                    std::optional<std::vector<int64_t>> domains = std::nullopt,
+                                    std::optional<int> device = std::nullopt);
+  // And, of a staged region, why it is not direct.
+  Result<std::pair<MemoryMode, std::string>> memory_mode(int64_t region) const;
   Status deregister(int64_t region);
   Result<std::string> descriptor(int64_t region) const;
 
@@ -127,6 +136,11 @@ class Engine : private DataPlane {
   Status open(std::optional<std::string> hello);
   Result<RegionPtr> find_region(int64_t id) const;
   Result<std::vector<uint32_t>> choose_domains(std::optional<std::vector<int64_t>> wanted) const;
+  Status register_host(Region* region, const std::vector<uint32_t>& domains, uint64_t address);
+  Status register_device(Region* region, const std::vector<uint32_t>& domains);
+  Status register_direct(const CudaDevice& device, Region* region,
+                         const std::vector<uint32_t>& domains);
+  Status open_rings(const Region& region);
   Status start_workers();
   static void check_remote(const TransferPtr& transfer, const RemoteRegion& remote);
   Status enqueue(int64_t transfer, RegionPtr source, RemoteRegionPtr remote, UnitList units);
@@ -168,6 +182,9 @@ class Engine : private DataPlane {
   mutable std::mutex regions_mutex_;
   int64_t next_region_ = 1;
   std::unordered_map<int64_t, RegionPtr> regions_;
+
+  std::mutex rings_mutex_;
+  std::set<std::pair<int, uint32_t>> rings_;  // (device, domain) that have one
 
   mutable std::mutex peers_mutex_;
   std::unordered_map<int64_t, std::shared_ptr<PeerLanes>> peers_;  // those with data endpoints

@@ -66,6 +66,7 @@ Status Engine::enqueue(int64_t id, RegionPtr source, RemoteRegionPtr remote, Uni
   if (Status status = check_open(); !status.ok()) return status;
   auto transfer = transfers_.find(id);
   if (!transfer.ok()) return transfer.status();
+  if (Status status = open_rings(*source); !status.ok()) return status;
   check_remote(*transfer, *remote);
   const auto outcome = *transfer ? (*transfer)->plan(units.size()) : Transfer::Plan::kEnded;
   if (outcome == Transfer::Plan::kEnded) {
@@ -154,6 +155,7 @@ Status Engine::set_source_region(int ordinal, int layer, int64_t id) {
   }
   auto region = find_region(id);
   if (!region.ok()) return region.status();
+  if (Status status = open_rings(**region); !status.ok()) return status;
   hub_->set_address(ordinal, layer, (*region)->address);
   plans_.set_source(ordinal, layer, region.take());
   return {};

@@ -80,6 +80,15 @@ class Registration {
   virtual void* descriptor() const = 0;
 };
 
+// Device memory to register: by the dma-buf of its pages where there is one, else by its address.
+struct DeviceRange {
+  uint64_t address = 0;
+  uint64_t length = 0;
+  int device = 0;            // CUDA ordinal
+  int dmabuf = -1;           // descriptor
+  uint64_t dmabuf_base = 0;  // device address at which the dma-buf begins
+};
+
 struct DomainLimits {
   size_t pieces = 1;               // scatter entries of one write
   size_t max_write = 0;            // bytes of one write
@@ -87,6 +96,8 @@ struct DomainLimits {
   size_t receive_depth = 64;       // buffers the receive queue takes
   bool local_descriptors = false;  // send buffers must be registered too
   bool delivery_complete = true;   // a write completes when its bytes are in the peer's memory
+  bool device_memory = false;      // register_device_memory works
+  bool dmabuf = false;             // with dma-bufs, too
 };
 
 class Domain {
@@ -97,6 +108,8 @@ class Domain {
   // port 0 is an ephemeral one.
   virtual Result<std::unique_ptr<Endpoint>> open_endpoint(uint16_t port) = 0;
   virtual Result<std::unique_ptr<Registration>> register_memory(void* address, size_t length) = 0;
+  virtual Result<std::unique_ptr<Registration>> register_device_memory(
+      const DeviceRange& range) = 0;
 };
 
 class Fabric {

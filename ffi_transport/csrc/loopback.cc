@@ -346,6 +346,8 @@ class LoopbackDomain : public Domain {
     limits_.pieces = options.pieces;
     limits_.max_write = options.max_write;
     limits_.send_depth = options.send_depth;
+    limits_.device_memory = options.device_memory;
+    limits_.dmabuf = options.device_memory && options.dmabuf;
   }
 
   const std::string& name() const override { return name_; }
@@ -367,6 +369,13 @@ class LoopbackDomain : public Domain {
     while (memory_->ranges.contains(key)) key = memory_->keys();
     memory_->ranges[key] = {reinterpret_cast<uint64_t>(address), length};
     return std::unique_ptr<Registration>(std::make_unique<LoopbackRegistration>(memory_, key));
+  }
+
+  Result<std::unique_ptr<Registration>> register_device_memory(const DeviceRange& range) override {
+    if (options_.take_device_memory) {
+      if (Status status = options_.take_device_memory(range); !status.ok()) return status;
+    }
+    return register_memory(reinterpret_cast<void*>(range.address), range.length);
   }
 
  private:

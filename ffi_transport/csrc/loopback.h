@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "fabric.h"
@@ -16,6 +17,11 @@ struct LoopbackOptions {
   size_t pieces = 4;
   size_t send_depth = 256;
   size_t max_write = 1ull << 40;
+  // Plays a NIC that reaches device memory, which must then be memory of this process (a fake
+  // driver's); with dma-bufs or without. Whether one takes a range, a test decides.
+  bool device_memory = false;
+  bool dmabuf = false;
+  std::function<Status(const DeviceRange&)> take_device_memory;
 };
 
 std::unique_ptr<Fabric> make_loopback(const LoopbackOptions& options = {});

@@ -1,4 +1,4 @@
-// A libfabric endpoint with a completion queue and an address vector of its own, and registrations.
+// A libfabric endpoint with a completion queue and an address vector of its own.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <unistd.h>
@@ -7,7 +7,6 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
-#include <random>
 
 #include "ofi_objects.h"
 
@@ -33,20 +32,6 @@ int nested_epoll(int outer) {
   }
   return -1;
 }
-
-class OfiRegistration : public Registration {
- public:
-  OfiRegistration(std::shared_ptr<OfiDomainState> state, Fid<fid_mr> mr, uint64_t base)
-      : state_(std::move(state)), mr_(std::move(mr)), base_(base) {}
-  uint64_t key() const override { return fi_mr_key(mr_.get()); }
-  uint64_t base() const override { return base_; }
-  void* descriptor() const override { return fi_mr_desc(mr_.get()); }
-
- private:
-  std::shared_ptr<OfiDomainState> state_;  // outlives mr_
-  Fid<fid_mr> mr_;
-  uint64_t base_;
-};
 
 class OfiEndpoint : public Endpoint {
  public:
@@ -269,36 +254,6 @@ Result<std::unique_ptr<Endpoint>> open_ofi_endpoint(std::shared_ptr<OfiDomainSta
   auto endpoint = std::make_unique<OfiEndpoint>(std::move(state));
   if (Status status = endpoint->open(port); !status.ok()) return status;
   return std::unique_ptr<Endpoint>(std::move(endpoint));
-}
-
-Result<std::unique_ptr<Registration>> register_ofi_memory(std::shared_ptr<OfiDomainState> state,
-                                                          void* address, size_t length) {
-  iovec range{address, length};
-  fi_mr_attr attr{};
-  attr.mr_iov = &range;
-  attr.iov_count = 1;
-  attr.access = FI_SEND | FI_RECV | FI_WRITE | FI_REMOTE_WRITE;
-  attr.iface = FI_HMEM_SYSTEM;
-  const size_t key_bytes = state->info->domain_attr->mr_key_size;
-  int status = 0;
-  for (int attempt = 0; attempt < 8; ++attempt) {
-    // Random, so that what a former process handed out opens nothing here (R11).
-    std::random_device random;
-    attr.requested_key = (uint64_t{random()} << 32) | random();
-    if (key_bytes < 8) attr.requested_key &= (1ull << (8 * key_bytes)) - 1;
-    if (state->mr_mode(FI_MR_PROV_KEY)) attr.requested_key = 0;
-    fid_mr* mr = nullptr;
-    status = fi_mr_regattr(state->domain.get(), &attr, 0, &mr);
-    if (status == 0) {
-      const uint64_t base =
-          state->mr_mode(FI_MR_VIRT_ADDR) ? reinterpret_cast<uint64_t>(address) : 0;
-      return std::unique_ptr<Registration>(
-          std::make_unique<OfiRegistration>(std::move(state), Fid<fid_mr>(mr), base));
-    }
-    if (status != -FI_ENOKEY) break;  // the key is taken: draw another
-  }
-  return Status(Code::kRegistration,
-                "registering " + std::to_string(length) + " bytes: " + state->api->error(status));
 }
 
 }  // namespace ffi_transport

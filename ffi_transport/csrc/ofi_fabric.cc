@@ -17,6 +17,12 @@ namespace {
 
 constexpr uint32_t kApiVersion = FI_VERSION(1, 17);
 
+// Providers take dma-bufs from those who ask for that interface. It adds fields at the end of
+// structures, which the library fills in for those who know the shorter ones.
+uint32_t device_memory_version(const OfiApi* api) {
+  return FI_VERSION_GE(api->version(), kOfiDmaBufVersion) ? kOfiDmaBufVersion : kApiVersion;
+}
+
 // In the order of choice: hardware, then the software providers by their speed.
 struct Candidate {
   const char* name;      // as users say it
@@ -32,43 +38,64 @@ constexpr Candidate kCandidates[] = {
     {"tcp;ofi_rxm", "tcp;ofi_rxm", true, true},
 };
 
-InfoPtr make_hints(const OfiApi* api, const Candidate& candidate, bool delivery_complete) {
+// What a provider was asked for, and gave.
+struct Abilities {
+  bool device_memory = false;
+  bool delivery_complete = false;
+};
+
+// All domains that the provider offers; none when it does not serve.
+struct Offer {
+  InfoPtr infos;
+  Abilities abilities;
+};
+
+InfoPtr make_hints(const OfiApi* api, const Candidate& candidate, const Abilities& wish) {
   InfoPtr hints(api->dupinfo(nullptr), InfoFreer{api});
   hints->ep_attr->type = FI_EP_RDM;
   hints->caps = FI_MSG | FI_RMA;
   hints->mode = FI_CONTEXT | FI_CONTEXT2 | FI_RX_CQ_DATA;
   hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+  if (wish.device_memory) {
+    hints->caps |= FI_HMEM;
+    hints->domain_attr->mr_mode |= FI_MR_HMEM;
+  }
   hints->domain_attr->threading = FI_THREAD_SAFE;
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
   hints->domain_attr->cq_data_size = 4;
-  hints->tx_attr->op_flags = delivery_complete ? FI_DELIVERY_COMPLETE : 0;
+  hints->tx_attr->op_flags = wish.delivery_complete ? FI_DELIVERY_COMPLETE : 0;
   if (candidate.ip) hints->addr_format = FI_SOCKADDR_IN;
   hints->fabric_attr->prov_name = strdup(candidate.provider);
   return hints;
 }
 
-// All domains that the provider offers, with IP addresses those of the bind address (null: of any);
-// empty when it does not serve.
-InfoPtr probe(const OfiApi* api, const Candidate& candidate, const char* bind,
-              bool* delivery_complete) {
-  for (const bool wish : {true, false}) {
+bool wants_device_memory(DeviceMemoryWish wish, const Candidate& candidate) {
+  if (wish == DeviceMemoryWish::kHardware) return !candidate.software;
+  return wish == DeviceMemoryWish::kAny;
+}
+
+// With IP addresses, the domains of the bind address (null: of any). Asks for the most first.
+Offer probe(const OfiApi* api, const Candidate& candidate, const char* bind,
+            DeviceMemoryWish device_memory) {
+  for (const Abilities wish : {Abilities{true, true}, Abilities{true, false},
+                               Abilities{false, true}, Abilities{false, false}}) {
+    if (wish.device_memory && !wants_device_memory(device_memory, candidate)) continue;
     const InfoPtr hints = make_hints(api, candidate, wish);
+    const uint32_t version = wish.device_memory ? device_memory_version(api) : kApiVersion;
     fi_info* found = nullptr;
-    const int status =
-        candidate.ip && bind != nullptr
-            ? api->getinfo(kApiVersion, bind, nullptr, FI_SOURCE, hints.get(), &found)
-            : api->getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &found);
+    const int status = candidate.ip && bind != nullptr
+                           ? api->getinfo(version, bind, nullptr, FI_SOURCE, hints.get(), &found)
+                           : api->getinfo(version, nullptr, nullptr, 0, hints.get(), &found);
     InfoPtr list(found, InfoFreer{api});
     if (status != 0) continue;
     for (const fi_info* info = list.get(); info; info = info->next) {
       if (std::strcmp(info->fabric_attr->prov_name, candidate.provider) == 0 &&
           info->domain_attr->cq_data_size >= 4) {
-        *delivery_complete = wish;
-        return list;
+        return {std::move(list), wish};
       }
     }
   }
-  return InfoPtr(nullptr, InfoFreer{api});
+  return {InfoPtr(nullptr, InfoFreer{api}), {}};
 }
 
 // Whether an endpoint could have this address.
@@ -93,7 +120,12 @@ class OfiDomain : public Domain {
     return open_ofi_endpoint(state_, port);
   }
   Result<std::unique_ptr<Registration>> register_memory(void* address, size_t length) override {
-    return register_ofi_memory(state_, address, length);
+    OfiMrRequest request(address, length);
+    return register_ofi_memory(state_, request);
+  }
+  Result<std::unique_ptr<Registration>> register_device_memory(const DeviceRange& range) override {
+    OfiMrRequest request(range);
+    return register_ofi_memory(state_, request);
   }
 
  private:
@@ -103,32 +135,33 @@ class OfiDomain : public Domain {
 
 class OfiFabric : public Fabric {
  public:
-  OfiFabric(const OfiApi* api, const Candidate& candidate, InfoPtr infos, bool delivery_complete)
+  OfiFabric(const OfiApi* api, const Candidate& candidate, DeviceMemoryWish device_memory,
+            Offer offer)
       : api_(api),
         name_(candidate.name),
         provider_(candidate.provider),
         candidate_(candidate),
-        infos_(std::move(infos)),
-        delivery_complete_(delivery_complete) {}
+        device_memory_(device_memory),
+        offer_(std::move(offer)) {}
 
   const std::string& provider() const override { return name_; }
 
   Result<std::unique_ptr<Domain>> open_domain(const std::string& name) override {
-    if (fi_info* info = find(infos_.get(), name)) {
-      return open(info, name.empty() ? info->domain_attr->name : name, delivery_complete_);
+    if (fi_info* info = find(offer_.infos.get(), name)) {
+      return open(info, name.empty() ? info->domain_attr->name : name, offer_.abilities);
     }
     // The bind address's interface is not the only one.
-    bool delivery_complete = false;
-    InfoPtr infos(nullptr, InfoFreer{api_});
     if (!candidate_.ip) {
       // All domains were listed.
     } else if (in_addr address; inet_pton(AF_INET, name.c_str(), &address) == 1) {
       // Asked first: the provider itself takes any address, and its endpoints then fail.
-      if (is_own(address)) infos = probe(api_, candidate_, name.c_str(), &delivery_complete);
-      if (fi_info* info = find(infos.get(), "")) return open(info, name, delivery_complete);
+      if (is_own(address)) {
+        const Offer offer = probe(api_, candidate_, name.c_str(), device_memory_);
+        if (fi_info* info = find(offer.infos.get(), "")) return open(info, name, offer.abilities);
+      }
     } else {
-      infos = probe(api_, candidate_, nullptr, &delivery_complete);
-      if (fi_info* info = find(infos.get(), name)) return open(info, name, delivery_complete);
+      const Offer offer = probe(api_, candidate_, nullptr, device_memory_);
+      if (fi_info* info = find(offer.infos.get(), name)) return open(info, name, offer.abilities);
     }
     return Status(Code::kUnavailable,
                   "provider " + name_ + " has no domain '" + name + "'; it has: " + offered());
@@ -177,11 +210,10 @@ class OfiFabric : public Fabric {
 
   // Every domain's name and, where they are names too, address.
   std::string offered() const {
-    bool ignored;
     InfoPtr all(nullptr, InfoFreer{api_});
-    if (candidate_.ip) all = probe(api_, candidate_, nullptr, &ignored);
+    if (candidate_.ip) all = probe(api_, candidate_, nullptr, DeviceMemoryWish::kNone).infos;
     std::set<std::string> names;
-    for (fi_info* list : {infos_.get(), all.get()}) {
+    for (fi_info* list : {offer_.infos.get(), all.get()}) {
       for (fi_info* info = list; info; info = info->next) {
         if (provider_ != info->fabric_attr->prov_name) continue;
         std::string name = info->domain_attr->name;
@@ -206,7 +238,7 @@ class OfiFabric : public Fabric {
   }
 
   Result<std::unique_ptr<Domain>> open(fi_info* info, const std::string& name,
-                                       bool delivery_complete) {
+                                       const Abilities& abilities) {
     auto state = std::make_shared<OfiDomainState>();
     state->api = api_;
     state->info = InfoPtr(api_->dupinfo(info), InfoFreer{api_});
@@ -228,17 +260,20 @@ class OfiFabric : public Fabric {
     limits.send_depth = tx.size;
     limits.receive_depth = state->info->rx_attr->size;
     limits.local_descriptors = state->mr_mode(FI_MR_LOCAL);
-    limits.delivery_complete = delivery_complete;
-    state->write_flags = FI_REMOTE_CQ_DATA | FI_COMPLETION |
-                         (delivery_complete ? FI_DELIVERY_COMPLETE : FI_TRANSMIT_COMPLETE);
+    limits.delivery_complete = abilities.delivery_complete;
+    limits.device_memory = abilities.device_memory && (info->caps & FI_HMEM) != 0;
+    limits.dmabuf = limits.device_memory && device_memory_version(api_) >= kOfiDmaBufVersion;
+    state->write_flags =
+        FI_REMOTE_CQ_DATA | FI_COMPLETION |
+        (abilities.delivery_complete ? FI_DELIVERY_COMPLETE : FI_TRANSMIT_COMPLETE);
     return std::unique_ptr<Domain>(std::make_unique<OfiDomain>(name, std::move(state)));
   }
 
   const OfiApi* const api_;
   const std::string name_, provider_;
   const Candidate& candidate_;
-  const InfoPtr infos_;
-  const bool delivery_complete_;
+  const DeviceMemoryWish device_memory_;
+  const Offer offer_;
 };
 
 }  // namespace
@@ -250,16 +285,14 @@ Result<std::unique_ptr<Fabric>> open_ofi(const OfiOptions& options) {
   for (const Candidate& candidate : kCandidates) {
     if (options.provider != "auto" && options.provider != candidate.name) continue;
     if (options.software_only && !candidate.software) continue;
-    bool delivery_complete = false;
-    InfoPtr infos = probe(api, candidate, options.bind.c_str(), &delivery_complete);
-    if (!infos) continue;
+    Offer offer = probe(api, candidate, options.bind.c_str(), options.device_memory);
+    if (!offer.infos) continue;
     return std::unique_ptr<Fabric>(
-        std::make_unique<OfiFabric>(api, candidate, std::move(infos), delivery_complete));
+        std::make_unique<OfiFabric>(api, candidate, options.device_memory, std::move(offer)));
   }
   std::string offered;
   for (const Candidate& candidate : kCandidates) {
-    bool ignored;
-    if (probe(api, candidate, options.bind.c_str(), &ignored)) {
+    if (probe(api, candidate, options.bind.c_str(), DeviceMemoryWish::kNone).infos) {
       offered += offered.empty() ? candidate.name : std::string(", ") + candidate.name;
     }
   }

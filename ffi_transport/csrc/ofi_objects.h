@@ -15,6 +15,7 @@
 
 #include "fabric.h"
 #include "ofi_loader.h"
+#include "ofi_memory.h"
 
 namespace ffi_transport {
 
@@ -46,6 +47,6 @@ struct OfiDomainState {
 Result<std::unique_ptr<Endpoint>> open_ofi_endpoint(std::shared_ptr<OfiDomainState> state,
                                                     uint16_t port);
 Result<std::unique_ptr<Registration>> register_ofi_memory(std::shared_ptr<OfiDomainState> state,
-                                                          void* address, size_t length);
+                                                          OfiMrRequest& request);
 
 }  // namespace ffi_transport

@@ -43,6 +43,7 @@ struct Region {
   uint64_t length = 0;
   int device = -1;  // the CUDA ordinal, -1 for host memory
   MemoryMode mode = MemoryMode::kHost;
+  std::string why_staged;  // and not direct
   // Staged: what is registered and announced in its place; it outlives its registrations below.
   std::unique_ptr<Mirror> mirror;
   std::vector<Access> domains;  // those that it is registered with, ascending; at least one
@@ -51,6 +52,8 @@ struct Region {
   // sequentially consistent, so that one of them sees the other.
   std::atomic<int64_t> in_flight{0};
   std::atomic<bool> closed{false};
+  // Of those in flight, copies out of a staged region: they end by themselves.
+  std::atomic<int64_t> copies{0};
 
   bool begin() {
     in_flight.fetch_add(1, std::memory_order_seq_cst);
@@ -59,6 +62,16 @@ struct Region {
     return false;
   }
   void end() { in_flight.fetch_sub(1, std::memory_order_release); }
+  bool begin_copy() {
+    copies.fetch_add(1, std::memory_order_seq_cst);
+    if (begin()) return true;
+    copies.fetch_sub(1, std::memory_order_relaxed);
+    return false;
+  }
+  void end_copy() {
+    end();
+    copies.fetch_sub(1, std::memory_order_seq_cst);
+  }
   uint64_t domain_set() const { return domain_mask(domains); }
 };
 using RegionPtr = std::shared_ptr<Region>;

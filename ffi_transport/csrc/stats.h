@@ -33,6 +33,12 @@ namespace ffi_transport {
   X(trigger_faults)                                                                \
   X(plan_writes_skipped) /* planned or fired for a transfer that had ended */      \
   X(posts_deferred)      /* the provider said: again */                            \
+  X(staged_writes)       /* copied out of a device to be sent from there */        \
+  X(staged_bytes)                                                                  \
+  X(staging_waits)    /* a peer's next copy found no room in pinned memory */      \
+  X(staging_failures) /* copies that the device refused or failed */               \
+  X(regions_direct)   /* of device memory, reached by the NIC itself */            \
+  X(regions_staged)   /* of device memory, through pinned memory */                \
   X(control_packets_sent)                                                          \
   X(control_packets_received)                                                      \
   X(control_packets_malformed)                                                     \

@@ -1,0 +1,18 @@
+// What tests say to the fake libfabric (fake_libfabric.cc): a library with one NIC that opens
+// domains and registers memory, and does nothing else.
+#pragma once
+
+#include <cstdint>
+
+#pragma GCC visibility push(default)
+extern "C" {
+// Version 1.20, device memory and dma-bufs; an empty log.
+void fake_libfabric_reset();
+void fake_libfabric_set_version(uint32_t version);
+// Whether it offers FI_HMEM, and what it answers to a dma-buf and to another registration: 0 or a
+// negative errno.
+void fake_libfabric_set_answers(int device_memory, int to_dmabuf, int to_address);
+// One line per call: "getinfo 1.20 hmem ..." and "register ...". To be read before the next call.
+const char* fake_libfabric_log();
+}
+#pragma GCC visibility pop
