@@ -243,11 +243,11 @@ def accumulate(
 
 
 def summed(
-    multiply: Callable[..., None], *shapes: tuple[int, int], finish: Callable[..., jax.Array]
-) -> jax.Array:
+    multiply: Callable[..., None], *shapes: tuple[int, int], finish: Callable[..., Any]
+) -> Any:
     """finish(*sums) of f32 accumulators of these shapes that `multiply(*accumulators)` adds to."""
 
-    def scoped(*accumulators: Ref) -> jax.Array:
+    def scoped(*accumulators: Ref) -> Any:
         multiply(*accumulators)
         return finish(*(acc[...] for acc in accumulators))
 

@@ -9,6 +9,7 @@ ring of shared memory, one or two multiply 64 rows each.
 
 import functools
 from collections.abc import Sequence
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -63,21 +64,28 @@ def grouped_matmul(
     groups, _, width = weights[0].shape
     # With few rows a group the time is that of reading the matrices, whatever is multiplied.
     parts = 2 if rows >= mosaic.TILE_ROWS * groups else 1
-    tile_rows, columns = parts * mosaic.TILE_ROWS, 128 if width % 128 == 0 else 64
+    tile_rows = parts * mosaic.TILE_ROWS
     most = rows // tile_rows + min(groups, rows)
-    out_bytes = tile_rows * columns * 2
-    stage_bytes = (tile_rows + columns * len(weights)) * DEPTH * 2
+    columns = 128 if width % 128 == 0 else 64
+    # A tile is as wide as one warpgroup has registers for: both matrices, or two pieces of one.
+    pieces = 2 if len(weights) == 1 and width % (2 * columns) == 0 else 1
+    products = len(weights) * pieces
+    out_bytes = tile_rows * columns * pieces * 2
+    stage_bytes = (tile_rows + columns * products) * DEPTH * 2
     stages = min(MAX_STAGES, (mosaic.SHARED_LIMIT - 4096 - out_bytes) // stage_bytes)
     steps = depth // DEPTH
 
     def body(x_ref: Ref, *refs: Ref) -> None:
-        matrices, (tile_ref, out_ref, x_tile, *tiles, out_tile, here, free) = (
+        matrices, (tile_ref, out_ref, x_tile), refs = (
             refs[: len(weights)],
-            refs[len(weights) :],
+            refs[len(weights) : len(weights) + 3],
+            refs[len(weights) + 3 :],
         )
+        tiles, out_tiles, (here, free) = refs[:products], refs[products:-2], refs[-2:]
         tile, part = lax.axis_index("tile"), lax.axis_index(mosaic.WARPGROUP)
         group, block, first, count = (tile_ref[tile, i] for i in range(4))
-        mine = mosaic.span(lax.axis_index("column") * columns, columns)
+        column = lax.axis_index("column") * pieces
+        mine = [mosaic.span((column + i) * columns, columns) for i in range(pieces)]
 
         @mosaic.when((part == parts) & (count > 0))
         def load() -> None:
@@ -91,8 +99,8 @@ def grouped_matmul(
                     row = block * tile_rows + half * mosaic.TILE_ROWS
                     its = mosaic.span(row, mosaic.TILE_ROWS)
                     mosaic.load(x_ref.at[its, at], x_tile.at[slot, half], here.at[slot])
-                for matrix, to in zip(matrices, tiles, strict=True):
-                    mosaic.load(matrix.at[group, at, mine], to.at[slot], here.at[slot])
+                for (matrix, its), to in zip(product(matrices, mine), tiles, strict=True):
+                    mosaic.load(matrix.at[group, at, its], to.at[slot], here.at[slot])
 
             lax.fori_loop(0, steps, step, None)
             for i in range(max(0, steps - stages), steps):  # no completion may be left unawaited
@@ -118,32 +126,36 @@ def grouped_matmul(
                 mosaic.wait_products(0)
                 mosaic.arrive(free.at[(steps - 1) % stages])
 
-            def finish(first: jax.Array, *second: jax.Array) -> jax.Array:
-                if second:
-                    first *= second[0] / (1.0 + jnp.exp2(first * -mosaic.LOG2_E))
-                return first.astype(x.dtype)
+            def finish(first: jax.Array, second: jax.Array | None = None) -> list[jax.Array]:
+                if len(weights) == 2 and second is not None:
+                    gate = 1.0 / (1.0 + jnp.exp2(first * -mosaic.LOG2_E))
+                    return [(first * gate * second).astype(x.dtype)]
+                return [part.astype(x.dtype) for part in (first, second) if part is not None]
 
             shape = (mosaic.TILE_ROWS, columns)
-            out_tile[part] = mosaic.summed(multiply, *[shape] * len(weights), finish=finish)
+            done = mosaic.summed(multiply, *[shape] * products, finish=finish)
+            for result, to in zip(done, out_tiles, strict=True):
+                to[part] = result
             mosaic.commit()
             start = block * tile_rows + part * mosaic.TILE_ROWS
             begin, end = (
                 jnp.clip(at - start, 0, mosaic.TILE_ROWS) for at in (first, first + count)
             )
-            out = out_ref.at[mosaic.span(start, mosaic.TILE_ROWS), mine]
-            _store_rows(out_tile.at[part], out, begin, end - begin)
+            for result, its in zip(out_tiles, mine, strict=True):
+                out = out_ref.at[mosaic.span(start, mosaic.TILE_ROWS), its]
+                _store_rows(result.at[part], out, begin, end - begin)
             mosaic.drain_stores()
 
     tile = functools.partial(mosaic.shared_tile, dtype=x.dtype)
     (out,) = mosaic.launch(
         body,
         [jax.ShapeDtypeStruct((rows + -rows % tile_rows, width), x.dtype)],
-        grid={"column": width // columns, "tile": most},
+        grid={"column": width // (columns * pieces), "tile": most},
         scratch=[
             tile((stages, parts, mosaic.TILE_ROWS, DEPTH)),
-            *(tile((stages, DEPTH, columns)) for _ in weights),
-            mosaic.shared((parts, mosaic.TILE_ROWS, columns), x.dtype),
-            mosaic.barriers(stages, arrivals=parts + len(weights)),
+            *(tile((stages, DEPTH, columns)) for _ in range(products)),
+            *(mosaic.shared((parts, mosaic.TILE_ROWS, columns), x.dtype) for _ in range(pieces)),
+            mosaic.barriers(stages, arrivals=parts + products),
             mosaic.barriers(stages, arrivals=parts),
         ],
         warpgroups=parts + 1,

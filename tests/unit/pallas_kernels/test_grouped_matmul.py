@@ -59,6 +59,7 @@ CASES = {
     "one warpgroup of rows": ([3, 0, 61, 1, 70, 0, 10], 150, {}),
     "two warpgroups of rows": ([130, 70], 220, {}),
     "gated, two columns of tiles": ([5, 100, 40], 145, {"matrices": 2, "width": 256, "depth": 128}),
+    "two pieces of columns, twice": ([70, 58], 128, {"width": 512, "depth": 64}),
     "no rows at all": ([0, 0], 64, {"depth": 64}),
     "empty groups at the ends": ([0, 64, 64, 0], 128, {"depth": 64, "matrices": 2}),
 }
