@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic, splitting
+from pallas_kernels.gqa_decode.merging import merge
 from pallas_kernels.mosaic import TILE_ROWS, Ref
 
 HEAD_DIMS = (64, 128)  # 256 columns of the result take more registers than a thread has
@@ -113,15 +114,17 @@ def gqa_decode(
     count = rows + 2 if interpret else splitting.num_pieces(rows, heads, shape.resident)
     pieces = splitting.cut(lengths, shape.tokens, count)
     halves, lse = _pieces(
-        grouped, cache, page_table, lengths, pieces, cache_scale,
+        grouped, cache, page_table, lengths, pieces.ranges, cache_scale,
         shape=shape, tiles=tiles, scale=scale, interpret=interpret,
     )  # fmt: skip
-    parts = halves[:, :, 0].astype(jnp.float32) + halves[:, :, 1].astype(jnp.float32)
-    out = splitting.merge(parts, lse[..., :per_tile], pieces[:, 0], rows)
+    v_scale = (
+        jnp.ones(heads, jnp.float32)
+        if cache_scale is None
+        else jnp.repeat(cache_scale[:, 1], tiles)
+    )
+    out = merge(halves, lse, pieces.bounds, v_scale, q.dtype, interpret=interpret)
     out = out.reshape(rows, kv_heads, tiles * per_tile, head_dim)[:, :, :group]
-    if cache_scale is not None:
-        out = out * cache_scale[:, 1, None, None]
-    return out.reshape(rows, num_heads, head_dim).astype(q.dtype)
+    return out.reshape(rows, num_heads, head_dim)
 
 
 def _pieces(

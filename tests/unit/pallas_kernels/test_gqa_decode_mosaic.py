@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kernel_checks import Race, attended, interpreted, seeded
 
-from pallas_kernels.gqa_decode import gqa_decode, mosaic_gpu
+from pallas_kernels.gqa_decode import gqa_decode, merging, mosaic_gpu
 from pallas_kernels.gqa_decode.cost import cost
 
 SCALE = 0.3
@@ -128,6 +128,50 @@ def test_seeded_bugs_are_caught(name):
     except Race:
         error = np.inf
     assert (error < TOLERANCE) == (name is None)
+
+
+MERGING_BUGS = {
+    "halves not waited for": ("            mosaic.wait(here.at[slot])\n", ""),
+    "a slot overwritten before it was read": (
+        "            mosaic.wait(here.at[slot])\n",
+        "            mosaic.wait(here.at[slot])\n"
+        "            mosaic.when(piece + STAGES < end)(lambda: fetch(piece + STAGES, slot))\n",
+    ),
+    "the low halves forgotten": ("+ low.astype(jnp.float32)", ""),
+    "result not committed": ("mosaic.commit()\n        mosaic.store", "mosaic.store"),
+}
+
+
+def merged(module):
+    """What it makes of 5 pieces of three rows, the second of which has none, and the truth."""
+    rng = np.random.default_rng(0)
+    parts, lse = rng.standard_normal((5, 2, 8, 64)), rng.standard_normal((5, 2, 8)) * 4
+    high = np.asarray(jnp.asarray(parts, jnp.bfloat16), np.float64)
+    halves = jnp.asarray(np.stack([high, parts - high], axis=2), jnp.bfloat16)
+    bounds, scale = jnp.array([0, 4, 4, 5], jnp.int32), jnp.array([0.5, 2], jnp.float32)
+    padded = jnp.asarray(np.pad(lse, ((0, 0), (0, 0), (0, 56))), jnp.float32)
+    run = functools.partial(module.merge, dtype=jnp.float32, interpret=True)
+    ours = interpreted(run, halves, padded, bounds, scale)
+    weights = np.exp2(lse)[..., None]
+    want = np.zeros((3, 2, 8, 64))
+    for row, mine in ((0, slice(4)), (2, slice(4, 5))):
+        want[row] = (weights * parts)[mine].sum(0) / weights[mine].sum(0)
+    return ours, want * np.asarray(scale)[:, None, None]
+
+
+def test_merged_pieces_are_one_softmax():
+    ours, want = merged(merging)
+    np.testing.assert_allclose(ours, want, atol=2e-4)  # two halves keep 16 bits
+    assert (ours[1] == 0).all()
+
+
+@pytest.mark.parametrize("name", MERGING_BUGS)
+def test_seeded_bugs_of_merging_are_caught(name):
+    try:
+        ours, want = merged(seeded(merging, *MERGING_BUGS[name]))
+    except Race:
+        return
+    assert np.abs(ours - want).max() > 2e-4
 
 
 def lowered_for_cuda(case, backend="auto"):
