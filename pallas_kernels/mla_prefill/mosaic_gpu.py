@@ -1,9 +1,9 @@
 """Latent prefill attention on Hopper: windows of keys are decompressed, a kernel attends to each.
 
 The keys that the batch sees, row after row, are cut into windows of a bounded number of keys. Of
-each window the latents are gathered and made into plain keys and values by two matmuls of the whole
-window, once for all the tokens; `window.attend` then gives what every token sees of it, and windows
-are merged by their log-sum-exps. docs/adr/0013 says why decompressed and what it costs.
+each window the latents are gathered and made into plain keys and values, once for all the tokens,
+by a matmul that ends where the keys do; `window.attend` then gives what every token sees of it, and
+windows are merged by their log-sum-exps. docs/adr/0013 says why decompressed and what it costs.
 """
 
 import functools
@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.grouped_matmul.mosaic_gpu import grouped_matmul
 from pallas_kernels.mla_prefill.window import KEY_BLOCK, QUERY_BLOCK, attend, shared_bytes
 from pallas_kernels.mosaic import SHARED_LIMIT
 
 # Keys of a window: many enough that merging windows costs little beside attending (16 KiB of
-# traffic per token and window of 16 heads against 84 MFLOP), few enough that a short prompt
-# decompresses little in vain, and no more than fit the bytes for plain keys and values.
+# traffic per token and window of 16 heads against 84 MFLOP), and no more than fit the bytes for
+# plain keys and values.
 WINDOW_KEYS, WINDOW_BYTES = 8192, 256 << 20
 PROCESSORS = 132  # of an H100 or H200, each with one block at a time
 
@@ -34,7 +35,7 @@ def supports(
             return f"{name} is {array.dtype}, not bfloat16"
     nope, v_dim = w_uk.shape[1], w_uv.shape[1]
     rotated = q.shape[2] - nope
-    for name, width in (("Hn", nope), ("C", rotated), ("Hv", v_dim)):
+    for name, width in (("Hn", nope), ("C", rotated), ("Hv", v_dim), ("R", w_uk.shape[2])):
         if width % 64 or not width:
             return f"{name} = {width} is not a multiple of 64"
     needed = shared_bytes(nope, rotated, v_dim) + 2048  # barriers and sums
@@ -86,8 +87,8 @@ def mla_prefill(
     blocks = min(blocks, most)
     if splits is None:
         splits = max(1, min(PROCESSORS // (heads * len(limits)), blocks))
-    # One matmul, of both: XLA merges two of them by itself and copies the results apart again.
-    weights = jnp.concatenate([w_uk, w_uv], axis=1).reshape(-1, latent)  # [N*(Hn+Hv), R]
+    weights = jnp.concatenate([w_uk, w_uv], axis=1).reshape(1, -1, latent).swapaxes(1, 2)
+    decompress = functools.partial(grouped_matmul, interpret=interpret)
 
     def window(at: jax.Array) -> Parts:
         """What the tokens see of the blocks at, at + 1, ...: outputs and log-sum-exps."""
@@ -98,7 +99,9 @@ def mla_prefill(
         page = page_table.at[row[:, None], position // page_size].get(mode="clip")
         kept = cache.at[page, position % page_size].get(mode="clip").reshape(-1, cache.shape[2])
         kept = jnp.where(live[:, None], kept, 0)  # not a product with a NaN
-        plain = jnp.einsum("sr,xr->sx", kept[:, :latent], weights)
+        # Blocks past the last one keep what memory held: no token's limit reaches them.
+        held = jnp.clip(ends[-1:] - at, 0, blocks) * KEY_BLOCK
+        plain = decompress(kept[:, :latent], (weights,), held)  # [W, N*(Hn+Hv)]
         outs, lses = attend(
             *(q, plain, kept[:, latent:], limits, (first - at) * KEY_BLOCK, rows, positions),
             heads=heads,
