@@ -53,8 +53,22 @@ def down(values: jax.Array, like: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(values, like.shape, [1])
 
 
+def vector(value: float, size: int) -> jax.Array:
+    """f32 [size] of one value, spread evenly over a warpgroup's threads; 128 divides size."""
+    return plgpu.layout_cast(jnp.full((size,), value, jnp.float32), _even(size))
+
+
+def read_vector(ref: Ref) -> jax.Array:
+    """The contents [size] of global memory, spread as `vector` spreads them."""
+    return plgpu.load(ref, layout=_even(ref.shape[-1]))
+
+
+def _even(size: int) -> Any:
+    return plgpu.Layout.WG_STRIDED((size,), vec_size=min(4, size // 128))
+
+
 def write(ref: Ref, values: jax.Array) -> None:
-    """Write values, spread as they were read, into a shared tile; `commit` before a matmul."""
+    """Write values, spread as they were read, to memory; `commit` before a matmul reads a tile."""
     ref[...] = values
 
 

@@ -17,6 +17,7 @@ The scores are taken once, and the scorer is a step ahead of the summers where i
 buffers (up to 32 heads; with 64, shared memory has room for one).
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -103,6 +104,24 @@ def _deal(registers: int) -> None:
 def _load(shape: Shape, mine: Scratch, run: Run, cache: Ref, table: Ref) -> None:
     """The loader: latents of every step, into the block that the summers emptied."""
 
+    def pages_of(step: jax.Array) -> list[jax.Array]:
+        """Page ids of a step's pieces: to be read before a wait, which hides how long that takes.
+
+        Past the end the last page is read again, from L2: some page has to fill the tile.
+        """
+        tokens = [run.first + step * STEP + i * shape.piece for i in range(STEP // shape.piece)]
+        return [table[run.row, jnp.minimum(t, run.length - 1) // shape.page_size] for t in tokens]
+
+    def fetch(
+        step: jax.Array, pages: list[jax.Array], columns: Any, tile: Ref, barrier: Ref
+    ) -> None:
+        for i, page in enumerate(pages):
+            token = run.first + step * STEP + i * shape.piece
+            offset = lax.rem(token, jnp.int32(shape.page_size))
+            rows = span(offset, shape.piece) if shape.piece < shape.page_size else slice(None)
+            here = tile.at[span(i * shape.piece, shape.piece)]
+            mosaic.load(cache.at[page, rows, columns], here, barrier)
+
     def wait_for_block(step: jax.Array) -> jax.Array:
         block = lax.rem(step, jnp.int32(BLOCKS))
 
@@ -112,22 +131,13 @@ def _load(shape: Shape, mine: Scratch, run: Run, cache: Ref, table: Ref) -> None
 
         return block
 
-    def fetch(step: jax.Array, columns: Any, tile: Ref, barrier: Ref) -> None:
-        for piece in range(STEP // shape.piece):
-            token = run.first + step * STEP + piece * shape.piece
-            # Past the end the last page is read again, from L2: some page has to fill the tile.
-            page = table[run.row, jnp.minimum(token, run.length - 1) // shape.page_size]
-            offset = lax.rem(token, jnp.int32(shape.page_size))
-            rows = span(offset, shape.piece) if shape.piece < shape.page_size else slice(None)
-            here = tile.at[span(piece * shape.piece, shape.piece)]
-            mosaic.load(cache.at[page, rows, columns], here, barrier)
-
     def load_step(step: jax.Array, _: None) -> None:
+        pages = pages_of(step)
         block = wait_for_block(step)
-        fetch(step, slice(None), mine.latents.at[block], mine.filled.at[block])
+        fetch(step, pages, slice(None), mine.latents.at[block], mine.filled.at[block])
 
     if shape.quantized:
-        _convert(shape, mine, run, fetch, wait_for_block)
+        _convert(shape, mine, run, pages_of, fetch, wait_for_block)
     else:
         lax.fori_loop(0, run.steps, load_step, None)
 
@@ -138,26 +148,36 @@ def _load(shape: Shape, mine: Scratch, run: Run, cache: Ref, table: Ref) -> None
     lax.fori_loop(jnp.maximum(run.steps - BLOCKS, 0), run.steps, drain, None)
 
 
-def _convert(shape: Shape, mine: Scratch, run: Run, fetch: Any, wait_for_block: Any) -> None:
+def _convert(
+    shape: Shape,
+    mine: Scratch,
+    run: Run,
+    pages_of: Callable[[jax.Array], list[jax.Array]],
+    fetch: Callable[..., None],
+    wait_for_block: Callable[[jax.Array], jax.Array],
+) -> None:
     """The loader of an fp8 cache: e4m3 values into a ring, from there as f16 into the blocks.
 
-    Every e4m3 value is an f16 value too, so the matmuls see exactly what was cached.
+    Every e4m3 value is an f16 value too, so the matmuls see exactly what was cached. A step goes
+    through the ring in parts of some columns.
     """
     parts = shape.width // shape.raw_columns
     count = run.steps * parts
 
-    def fetch_part(part: jax.Array) -> None:
+    def fetch_part(part: jax.Array, pages: list[jax.Array]) -> None:
         buffer = lax.rem(part, jnp.int32(RAW_BUFFERS))
         columns = span(lax.rem(part, jnp.int32(parts)) * shape.raw_columns, shape.raw_columns)
-        fetch(part // parts, columns, mine.raw.at[buffer], mine.raw_filled.at[buffer])
+        fetch(part // parts, pages, columns, mine.raw.at[buffer], mine.raw_filled.at[buffer])
 
     for part in range(RAW_BUFFERS):
 
         @mosaic.when(part < count)
         def _(part: int = part) -> None:
-            fetch_part(jnp.int32(part))
+            fetch_part(jnp.int32(part), pages_of(jnp.int32(part // parts)))
 
     def convert_step(step: jax.Array, _: None) -> None:
+        later = [(i + RAW_BUFFERS) // parts for i in range(parts)]  # steps until a part's refill
+        pages = {n: pages_of(step + n) for n in sorted(set(later))}
         block = wait_for_block(step)
         for i in range(parts):
             part = step * parts + i
@@ -170,8 +190,8 @@ def _convert(shape: Shape, mine: Scratch, run: Run, fetch: Any, wait_for_block: 
             mosaic.commit()  # of what was written for the matmuls, and read before the next copy
 
             @mosaic.when(part + RAW_BUFFERS < count)
-            def _(part: jax.Array = part) -> None:
-                fetch_part(part + RAW_BUFFERS)
+            def _(part: jax.Array = part, later: int = later[i]) -> None:
+                fetch_part(part + RAW_BUFFERS, pages[later])
 
         mosaic.arrive(mine.filled.at[block])
 

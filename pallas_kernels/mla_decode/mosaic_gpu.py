@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import mosaic, splitting
 from pallas_kernels.mla_decode import block, kernel
+from pallas_kernels.mla_decode.merging import merge
 
 # So many blocks keep the processors evenly busy without cutting rows: two waves of them.
 UNCUT_BLOCKS = 256
@@ -58,8 +59,8 @@ def mla_decode(
     """As `api.mla_decode`, of operands that `supports` takes.
 
     cut: whether rows may be cut into several pieces; None: unless the batch fills the device
-    without. Beside what `cost` counts, cut rows move a result in f32 of [N, R] per piece, out and
-    in again: some 6% of the bytes of a piece of 1024 tokens and 16 heads.
+    without. Beside what `cost` counts, cut rows (and those of an fp8 cache) move a result in f32 of
+    [N, R] per piece, out and in again: some 6% of the bytes of a piece of 1024 tokens and 16 heads.
     """
     rows, heads, width = q.shape
     quantized = cache_scale is not None
@@ -72,7 +73,9 @@ def mla_decode(
         pieces = splitting.cut(lengths, block.STEP, count)
     else:
         steps = (lengths + (block.STEP - 1)) // block.STEP
-        pieces = jnp.stack([jnp.arange(rows, dtype=jnp.int32), jnp.zeros_like(steps), steps], 1)
+        each = jnp.arange(rows + 1, dtype=jnp.int32)
+        whole = jnp.stack([each[:-1], jnp.zeros_like(steps), steps], axis=1)
+        pieces = splitting.Pieces(whole, each)
     if cache_scale is not None:  # of keys here and of values in the result, not of all that is read
         scales = jnp.where(jnp.arange(width) < latent, cache_scale[0], cache_scale[1])
         q = q.astype(jnp.float32) * scales
@@ -87,20 +90,21 @@ def mla_decode(
         interpret=interpret,
     )
     padded = jnp.pad(q.astype(shape.matmul_dtype), ((0, 0), (0, tiles * per_tile - heads), (0, 0)))
+    count = len(pieces.ranges)
     parts, lse = mosaic.launch(
         functools.partial(kernel.body, shape),
         [
-            jax.ShapeDtypeStruct((len(pieces), tiles * per_tile, latent), shape.dtype),
-            jax.ShapeDtypeStruct((len(pieces), tiles * per_tile), jnp.float32),
+            jax.ShapeDtypeStruct((count, tiles * per_tile, latent), shape.dtype),
+            jax.ShapeDtypeStruct((count, tiles * per_tile), jnp.float32),
         ],
-        grid={"tile": tiles, "piece": len(pieces)},
+        grid={"tile": tiles, "piece": count},
         scratch=block.scratch(shape),
         warpgroups=block.WARPGROUPS,
         reduction_bytes=block.REDUCTION_BYTES,
         name="mla_decode",
         interpret=interpret,
-    )(padded, cache, page_table, lengths, pieces)
-    out = splitting.merge(parts, lse, pieces[:, 0], rows) if cut else parts
-    if cache_scale is not None:
-        out = out * cache_scale[0]
-    return out[:, :heads].astype(jnp.bfloat16)
+    )(padded, cache, page_table, lengths, pieces.ranges)
+    if cut or cache_scale is not None:
+        gain = jnp.ones(1, jnp.float32) if cache_scale is None else cache_scale[:1]
+        return merge(parts, lse, pieces.bounds, gain, heads=heads, interpret=interpret)
+    return parts[:, :heads]

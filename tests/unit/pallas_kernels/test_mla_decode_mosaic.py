@@ -1,6 +1,7 @@
 """Hopper's latent decode in interpret mode: numbers, poison, and seeded bugs that must be seen."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -12,6 +13,8 @@ from kernel_checks import Race, attended, interpreted, seeded
 from pallas_kernels import mosaic, mosaic_turned
 from pallas_kernels.mla_decode import block, kernel, mla_decode, mosaic_gpu
 from pallas_kernels.mla_decode.cost import cost
+from pallas_kernels.mla_decode.merging import merge
+from pallas_kernels.paging import MASKED
 
 LATENT, ROTATED = 128, 64
 SCALE = 0.2
@@ -60,18 +63,17 @@ def truth(case, latent=LATENT):
 
 CASES = {
     "around a page, fewer heads than columns": ([1, 15, 16, 17, 0], {"heads": 3}),
-    "around a step, a long row in pieces": ([63, 64, 65, 300], {"heads": 16}),
+    "around a step, a long row in pieces": ([63, 64, 65, 300], {"heads": 2}),
     "DeepSeek's widths, more steps than blocks": (
         [330],
         {"heads": 16, "latent": 512, "page_size": 64},
     ),
-    "two tiles of heads, one buffer of weights": ([200, 1], {"heads": 100, "page_size": 24}),
-    "no tokens": ([0], {}),
+    "no tokens": ([0], {"heads": 1}),
 }
 MORE = {
     "pages of two steps": ([129, 250], {"page_size": 128}),
     "nothing rotated": ([70], {"rotated": 0, "page_size": 8}),
-    "all heads of DeepSeek": ([130], {"heads": 128, "latent": 512, "page_size": 64}),
+    "a whole tile of heads": ([130], {"heads": 64, "latent": 512, "page_size": 64}),
     "three accumulators": ([150], {"latent": 384, "rotated": 192, "page_size": 32}),
 }
 FAST = [(name, "bfloat16") for name in CASES]
@@ -114,12 +116,37 @@ def test_large_scores_do_not_overflow():
     np.testing.assert_allclose(attend(case, "mosaic_interpret"), truth(case), atol=TOLERANCE)
 
 
-def test_whole_rows_need_no_merging():
+@pytest.mark.parametrize(
+    ("lengths", "shape"),
+    [
+        ([70, 0, 130], {}),
+        ([200, 1], {"heads": 100, "page_size": 24}),  # two tiles, one buffer of weights
+        pytest.param([130], {"heads": 128, "latent": 512}, marks=pytest.mark.slow),
+    ],
+)
+def test_whole_rows_need_no_merging(lengths, shape):
     """What a batch that fills the device does: one piece a row, written in bf16."""
-    case = make_case([70, 0, 130])
-    run = functools.partial(mosaic_gpu.mla_decode, scale=SCALE, latent=LATENT, interpret=True)
+    case, latent = make_case(lengths, **shape), shape.get("latent", LATENT)
+    run = functools.partial(mosaic_gpu.mla_decode, scale=SCALE, latent=latent, interpret=True)
     whole = interpreted(functools.partial(run, cut=False), *case)
-    np.testing.assert_allclose(whole, truth(case), atol=TOLERANCE)
+    np.testing.assert_allclose(whole, truth(case, latent), atol=TOLERANCE)
+
+
+def test_pieces_are_merged_by_their_weights():
+    """Rows of no piece, of one, and of more than are read at once, of which one has no weight."""
+    rng = np.random.default_rng(0)
+    bounds = np.array([0, 1, 1, 12], np.int32)
+    parts = rng.uniform(-1, 1, (13, 8, 128)).astype(np.float32)
+    lse = (rng.standard_normal((13, 8)) * 5).astype(np.float32)
+    lse[4] = MASKED
+    parts[12] = np.nan  # unused
+    op = functools.partial(merge, heads=2, interpret=True)
+    ours = interpreted(op, parts, lse, bounds, np.array([0.5], np.float32))
+    for row, (first, end) in enumerate(itertools.pairwise(bounds)):
+        weights = np.exp2(lse[first:end].astype(np.float64))
+        want = np.einsum("sn,snh->nh", weights, parts[first:end]) * 0.5
+        want /= np.maximum(weights.sum(0), 1e-30)[:, None]
+        np.testing.assert_allclose(ours[row], want[:2], atol=TOLERANCE)
 
 
 BUGS = {
@@ -147,8 +174,8 @@ MORE_BUGS = {
 BYTE_BUGS = {
     "bytes not waited for": ("            mosaic.wait(mine.raw_filled.at[buffer])\n", ""),
     "the wrong part refilled": (
-        "                fetch_part(part + RAW_BUFFERS)",
-        "                fetch_part(part + RAW_BUFFERS - 1)",
+        "                fetch_part(part + RAW_BUFFERS,",
+        "                fetch_part(part + RAW_BUFFERS - 1,",
     ),
 }
 
