@@ -13,8 +13,6 @@ from jaxdisagg.gpu_aot.thunks import Thunks
 from jaxdisagg.sampler import CANDIDATES
 
 MOSAIC_TARGET = "mosaic_gpu_v2"
-TEMP_SHARE = 2
-"""The temporaries of a step take less than one layer's cache on a device over this."""
 _IN_PLACE = "output_to_operand_aliasing={{}: (1, {})}"  # the call's result is its operand x
 _HLO_DTYPES = {"bfloat16": "bf16", "float32": "f32"}
 
@@ -64,11 +62,12 @@ def kernel_calls(text: str) -> Counter[str]:
 def check_step(step: Step, compiled: Compiled, chip: Chip) -> list[str]:
     """All that is wrong with a step program.
 
-    Caches and states (the context rows, the seats) are aliased; temporaries are few; nothing moves
-    a cache or a weight as a whole; per layer there are two all-reduces, of the residual stream in
-    its own dtype, one more for each look-up of embeddings, and nothing else is sent but a decode
-    step's candidates; a prefill step's trigger fires in place once per layer and once for the
-    context, in order, from a command buffer; each layer's attention is the Mosaic GPU kernel.
+    Caches and states (the context rows, the seats) are aliased; temporaries are fewer than one
+    layer's cache; nothing moves a cache or a weight as a whole; per layer there are two
+    all-reduces, of the residual stream in its own dtype, one more for each look-up of embeddings,
+    and nothing else is sent but a decode step's candidates; a prefill step's trigger fires in place
+    once per layer and once for the context, in order, each layer's from a command buffer; each
+    layer's attention is the Mosaic GPU kernel.
     """
     return [
         *_check_memory(step, compiled),
@@ -90,11 +89,10 @@ def _check_memory(step: Step, compiled: Compiled) -> list[str]:
             f"{compiled.alias_bytes} bytes are aliased, the caches have "
             f"{step.caches * step.cache_bytes}"
         )
-    bound = step.cache_bytes // TEMP_SHARE
-    if compiled.temp_bytes >= bound:
+    if compiled.temp_bytes >= step.cache_bytes:
         failures.append(
-            f"{compiled.temp_bytes} bytes of temporaries, must be fewer than {bound}, a layer's "
-            f"cache over {TEMP_SHARE}"
+            f"{compiled.temp_bytes} bytes of temporaries, must be fewer than a layer's cache has, "
+            f"{step.cache_bytes}"
         )
     moved = hlo.moved(compiled.text, step.cache_elements, step.weights)
     return failures + [f"moves a whole cache or weight: {line}" for line in moved]
@@ -134,9 +132,11 @@ def _check_trigger(step: Step, compiled: Compiled) -> list[str]:
     ]
     if copied:
         failures.append(f"the trigger of layers {copied} does not return x in place")
-    # jax 0.11.2 captures no Mosaic GPU kernel; so either those alone are outside, or nothing is.
+    # Few operations in a row are not captured, as those after the last layer, with the context's
+    # trigger; and jax 0.11.2 captures no Mosaic GPU kernel.
     thunks, kernels = compiled.thunks, kernel_calls(compiled.text).total()
-    if thunks.captured_calls < len(designed) or thunks.other_calls not in (0, kernels):
+    outside = thunks.other_calls - kernels * (thunks.other_calls >= kernels)
+    if designed and (thunks.captured_calls < len(designed) - 1 or outside > 1):
         failures.append(
             f"the trigger is not captured into command buffers: {thunks.captured_calls} custom "
             f"calls inside and {thunks.other_calls} outside, for {len(designed)} triggers and "

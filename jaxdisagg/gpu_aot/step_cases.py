@@ -40,7 +40,7 @@ class StepCase:
     layers: int = 4
     tokens: int = 1088  # of a prefill step
     rows: int = 68  # of a decode step
-    pages: int = 4096
+    pages: int = 8192
 
     @property
     def name(self) -> str:
