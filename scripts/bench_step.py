@@ -130,24 +130,20 @@ def rows_of_mesh(node: NodeConfig, lengths: tuple[int, ...], repeats: int) -> It
     from ffi_transport.engine import TransferEngine
     from ffi_transport.trigger import make_trigger
     from ffi_transport.types import EngineConfig
-    from jaxdisagg.mesh import rank_devices
     from jaxdisagg.model_loading import load_model
     from jaxdisagg.runner import ModelRunner
+    from jaxdisagg.trigger_slots import open_slots
 
     chunks, batches = node.batch.chunks, node.batch.decode_rows
     total = 1 + len(chunks) * len(lengths) + len(batches) * len(lengths)
     with TransferEngine(EngineConfig(provider="loopback")) as engine:
         model = load_model(node)
         trigger = make_trigger(engine.index)
-        devices = rank_devices(model.mesh)
-        on_cpu = devices[0].platform == "cpu"
-        if not on_cpu:
-            ordinals = [device.local_hardware_id for device in devices]
-            engine.open_slots(ordinals, model.config.num_layers + 1)
         config = replace(model.config, mtp=False)
         shared = (model.params, model.mesh, model.rules)
         parts = (replace(node, mtp=False), model.family, config, *shared)
         plain, triggered = ModelRunner(*parts), ModelRunner(*parts, trigger=trigger)
+        open_slots(engine, triggered.cache)
         decoders = [plain]
         if node.mtp:
             decoders.append(ModelRunner(node, model.family, model.config, *shared))
@@ -206,6 +202,7 @@ def rows_of_mesh(node: NodeConfig, lengths: tuple[int, ...], repeats: int) -> It
                     | (drafts_of(ms, drafting[0][0]) if drafting else {}),
                 )
         # Elsewhere a device stores into slots, at which nobody looks without a plan.
+        on_cpu = model.mesh.devices.flat[0].platform == "cpu"
         assert not on_cpu or engine.counters()["triggers"] > 0, "the trigger was never called"
 
 

@@ -19,6 +19,7 @@ from make_checkpoint import main as make_checkpoint
 from rich.console import Console
 
 from jaxdisagg.bench.gpu import report
+from jaxdisagg.bench.gpu.kernel_cases import OPS
 from jaxdisagg.bench.gpu.rows import findings_in, rows_in
 from jaxdisagg.bench.gpu.steps import Outcome, Step, run_steps
 from jaxdisagg.bench.report import environment
@@ -94,7 +95,10 @@ def steps_for(work: Path, *, cpu: bool) -> list[Step]:
     sizes = ("--chunks", "16", "--batch", "2", "--repeats", "3") if cpu else (
         "--chunks", "256", "--batch", "8", "--repeats", "20")  # fmt: skip
 
-    times = work / "kernels.json"
+    def kernel(op: str) -> Step:  # by itself: one that hangs takes no other with it
+        file = work / f"{op}.json"
+        command = script("bench_kernels.py", "--ops", op, "--json", str(file), *small)
+        return Step(f"kernels-{op}", command, 40, read=rows_in(file))
 
     def overhead(name: str, environment: dict[str, str]) -> Step:
         file = work / f"{name}.json"
@@ -104,11 +108,11 @@ def steps_for(work: Path, *, cpu: bool) -> list[Step]:
     return [
         Step("doctor", (sys.executable, "-m", "jaxdisagg.cli", "doctor", "--json"), 60,
              read=findings_in),
-        Step("numerics", part("numerics", *small, *backend), 150),
+        Step("numerics", part("numerics", *small, *backend, "--seconds", "100"), 120),
         Step("serving-f32", part("serving", str(tiny), "--words", "tp=1"), 90),
+        Step("transfers", part("transfers", *small), 60),
         Step("ceilings", part("ceilings", *small), 40),
-        Step("kernels", script("bench_kernels.py", "--json", str(times), *small), 100,
-             read=rows_in(times)),
+        *(kernel(op) for op in OPS),
         Step(
             "serving-mid",
             part("serving", str(mid), "--dtype", "bfloat16", "--chunks", chunks,

@@ -206,31 +206,53 @@ def _words(heads: int, kv: int, dim: int, page: int, *, fp8: bool) -> str:
     return f"{heads} x {kv} heads of {dim}, page {page}, {'fp8' if fp8 else 'bf16'}"
 
 
-def cases(*, small: bool) -> list[Callable[[], Case]]:
-    """All cases, each made when it is called; `small` are for a CPU."""
-    if small:
-        return [
+type Make = Callable[[], Case]
+
+# Of each operation: the cases for a CPU, and those for a GPU.
+OPS: dict[str, tuple[list[Make], list[Make]]] = {
+    "gqa_decode": (
+        [
             lambda: gqa_case(4, 2, 64, 8, 61, fp8=False),
             lambda: gqa_case(4, 2, 64, 8, 61, fp8=True),
-            lambda: mla_case(4, 8, 61, fp8=False),
-            lambda: mla_case(4, 8, 61, fp8=True),
-            lambda: prefill_case(4, 2, 64, 8, 64, 61),
-            lambda: mla_prefill_case(2, 8, 64, 61),
-            lambda: experts_case(96, 128, 64, 6),
-        ]
-    return [
-        lambda: gqa_case(32, 8, 128, 16, 1500, fp8=False),
-        lambda: gqa_case(32, 8, 128, 16, 1500, fp8=True),
-        lambda: mla_case(16, 64, 1500, fp8=False),
-        lambda: mla_case(128, 64, 1500, fp8=True),
-        lambda: prefill_case(32, 8, 128, 16, 512, 700),
-        lambda: mla_prefill_case(16, 64, 512, 700),
-        lambda: experts_case(500, 2048, 768, 32),
-        lambda: gqa_case(64, 4, 128, 64, 1500, fp8=False),
-        lambda: gqa_case(8, 8, 64, 8, 500, fp8=False),
-        lambda: gqa_case(64, 4, 128, 64, 1500, fp8=True),
-        lambda: mla_case(128, 64, 1500, fp8=False),
-        lambda: mla_case(1, 16, 500, fp8=False),
-        lambda: prefill_case(8, 8, 64, 64, 512, 700),
-        lambda: mla_prefill_case(128, 16, 256, 300),
-    ]
+        ],
+        [
+            lambda: gqa_case(32, 8, 128, 16, 1500, fp8=False),
+            lambda: gqa_case(32, 8, 128, 16, 1500, fp8=True),
+            lambda: gqa_case(64, 4, 128, 64, 1500, fp8=False),
+            lambda: gqa_case(8, 8, 64, 8, 500, fp8=False),
+            lambda: gqa_case(64, 4, 128, 64, 1500, fp8=True),
+        ],
+    ),
+    "mla_decode": (
+        [lambda: mla_case(4, 8, 61, fp8=False), lambda: mla_case(4, 8, 61, fp8=True)],
+        [
+            lambda: mla_case(16, 64, 1500, fp8=False),
+            lambda: mla_case(128, 64, 1500, fp8=True),
+            lambda: mla_case(128, 64, 1500, fp8=False),
+            lambda: mla_case(1, 16, 500, fp8=False),
+        ],
+    ),
+    "paged_prefill": (
+        [lambda: prefill_case(4, 2, 64, 8, 64, 61)],
+        [
+            lambda: prefill_case(32, 8, 128, 16, 512, 700),
+            lambda: prefill_case(8, 8, 64, 64, 512, 700),
+        ],
+    ),
+    "mla_prefill": (
+        [lambda: mla_prefill_case(2, 8, 64, 61)],
+        [
+            lambda: mla_prefill_case(16, 64, 512, 700),
+            lambda: mla_prefill_case(128, 16, 256, 300),
+        ],
+    ),
+    "grouped_matmul": (
+        [lambda: experts_case(96, 128, 64, 6)],
+        [lambda: experts_case(500, 2048, 768, 32), lambda: experts_case(64, 7168, 2048, 8)],
+    ),
+}
+
+
+def cases(op: str, *, small: bool) -> list[Make]:
+    """The cases of an operation, each made when it is called; `small` are for a CPU."""
+    return OPS[op][0 if small else 1]

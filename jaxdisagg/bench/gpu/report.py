@@ -79,6 +79,8 @@ def _cell(value: Any) -> str:
         return "yes" if value else "NO"
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, list) and value:
+        return "..".join(map(_cell, value))
     text = " ".join(str(value).replace("|", "/").split())
     return text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + "..."
 

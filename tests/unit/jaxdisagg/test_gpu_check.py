@@ -11,10 +11,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from repository import REPOSITORY
+from repository import REPOSITORY, load_script
 
 from ffi_transport import _native
-from jaxdisagg.bench.gpu import cases, kernel_cases, numerics, report, steps
+from ffi_transport.types import PageUnit
+from jaxdisagg.bench.gpu import cases, kernel_cases, numerics, report, steps, transfers
 from jaxdisagg.bench.gpu.rows import findings_in, read_rows, rows_in
 from jaxdisagg.bench.gpu.serving import Answer, compare, times_of
 from jaxdisagg.bench.gpu.steps import Outcome, Step, run_step, run_steps
@@ -182,16 +183,64 @@ def test_the_cpus_kernel_passes_and_a_wrong_one_does_not(monkeypatch):
     assert "'of nobody' is not one of" in row["error"]
 
 
-FULL = kernel_cases.cases(small=False)
+FULL = [
+    pytest.param(make, id=f"{op}-{i}", marks=[pytest.mark.slow] if i else [])
+    for op in kernel_cases.OPS
+    for i, make in enumerate(kernel_cases.cases(op, small=False))
+]
 
 
-@pytest.mark.parametrize(
-    "make", [*FULL[:7], *(pytest.param(make, marks=pytest.mark.slow) for make in FULL[7:])]
-)
+@pytest.mark.parametrize("make", FULL)
 def test_the_kernels_take_what_they_are_given_on_a_gpu(make):
     case = make()
     program = jax.jit(case.call("mosaic_gpu")).trace(*case.operands)
     assert "mosaic_gpu" in program.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_an_operation_that_hangs_or_dies_takes_no_other_with_it(monkeypatch, tmp_path):
+    python = tmp_path / "python"  # in the place of a child
+    python.write_text(
+        """#!/bin/sh
+        echo '{"op": "'$4'", "passed": true}'
+        [ $4 != dies ] || kill -9 $$
+        [ $4 != hangs ] || exec sleep 600
+        """
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(numerics.sys, "executable", str(python))
+    told: list[dict] = []
+    for op in ("dies", "hangs", "ends"):
+        numerics.measure_apart(op, [], 2.0 if op == "hangs" else 60.0, told.append)
+    assert [(row["op"], row["passed"]) for row in told] == [
+        ("dies", True), ("dies", False), ("hangs", True), ("hangs", False), ("ends", True),
+    ]  # fmt: skip
+    assert [row["error"] for row in told if not row["passed"]] == [
+        "ended with status -9", "no answer within 2 s",
+    ]  # fmt: skip
+
+
+# ---- transfers -------------------------------------------------------------------------------
+
+
+def test_pages_arrive_in_the_memory_of_a_device_that_is_played(fake_cuda, monkeypatch):
+    def register(engine, array):
+        address = array.unsafe_buffer_pointer()
+        fake_cuda.set_pointer(address, array.nbytes, 0)
+        return engine.register_memory(address, array.nbytes, device=0)
+
+    monkeypatch.setattr(transfers, "register", register)
+    row = transfers.move(12, 4096)
+    assert (row["source"], row["target"], row["passed"]) == ("staged", "staged", True), row
+    assert row["why_staged"]
+
+
+def test_pages_that_went_astray_are_seen(monkeypatch):
+    def astray(page: int, source: int, there: int, target: int, length: int) -> PageUnit:
+        return PageUnit(page, source + 1, there, target, length - 1)
+
+    monkeypatch.setattr(transfers, "PageUnit", astray)
+    row = transfers.move(12, 4096)
+    assert (row["source"], row["passed"]) == ("host", False)
 
 
 # ---- serving ---------------------------------------------------------------------------------
@@ -234,6 +283,15 @@ def run(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
         [str(word) for word in command], env=os.environ | variables, text=True,
         capture_output=True, timeout=600, check=False,
     )  # fmt: skip
+
+
+def test_all_steps_are_programs_that_are_there(tmp_path):
+    script = load_script("gpu_check")
+    for cpu in (True, False):
+        for step in script.steps_for(tmp_path, cpu=cpu):
+            file = Path(step.command[1])
+            assert step.command[1] == "-m" or file.is_file(), step.command
+            assert step.seconds <= 120  # no two may take all of the time
 
 
 def test_the_run_writes_what_it_found(tmp_path):
