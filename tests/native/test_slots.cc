@@ -127,6 +127,9 @@ TEST(poller_sends_each_layer_once_in_order) {
     CHECK_EQ(f.seen[2 * layer].wrong_address, 0u);
   }
   CHECK(f.sleeps());
+  const uint64_t blocks = f.stats.thread_blocks.load();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  CHECK_EQ(f.stats.thread_blocks.load(), blocks);  // for good, not by and by
 }
 
 // A slot that skips ahead says that all before it are written; a later step that all of this are.
@@ -163,13 +166,30 @@ TEST(poller_leaves_alone_what_no_plan_awaits) {
   f.store(5, 0, 3);
   CHECK(f.sleeps());
   CHECK_EQ(f.read(), 3u);
-  f.poller.watch(6, {0, 1}, 4);  // fewer layers than there are slots
+  f.board->store(0, 20, 9);      // none of the step's business:
+  f.poller.watch(6, {0, 1}, 4);  // it has fewer layers than there are slots
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  CHECK_EQ(f.read(), 3u);
   for (int layer = 0; layer < 4; ++layer) {
     f.store(6, 0, layer);
     f.store(6, 1, layer);
   }
   CHECK(f.reads(11));
   CHECK(f.sleeps());
+}
+
+// What was dropped is not told, however soon a later value comes.
+TEST(poller_has_forgotten_when_it_says_so) {
+  std::vector<int> ordinals;
+  for (int i = 0; i < TriggerHub::kOrdinals; ++i) ordinals.push_back(i);
+  Fixture f(ordinals, TriggerHub::kLayers);  // a round of the poller takes its time
+  for (uint32_t step = 1; step <= 100; ++step) {
+    f.poller.watch(step, ordinals, TriggerHub::kLayers);
+    f.poller.forget(step);
+    f.board->store(ordinals.back(), TriggerHub::kLayers - 1, static_cast<int32_t>(step));
+  }
+  CHECK(f.sleeps());
+  CHECK_EQ(f.read(), 0u);
 }
 
 // Fresh pinned memory, or the numbers of warm-up, may look like a step that is to come.
@@ -394,7 +414,10 @@ TEST(cuda_trigger_enqueues_two_copies_and_waits_for_none) {
   fake_cuda_hold(1);
   CudaTrigger call = one.call(kEngine, 2);
   call.out = reinterpret_cast<uint64_t>(one.out.data());
-  CHECK_EQ(CudaTriggers::enqueue(call), cuda::kSuccess);  // and returns, though nothing runs
+  std::atomic<int> result{-1};  // it returns, though nothing runs
+  std::thread caller([&] { result.store(CudaTriggers::enqueue(call)); });
+  CHECK(check::eventually([&] { return result.load() == cuda::kSuccess; }));
+  caller.join();
   CHECK_EQ(board->load(1, 2), 0);
   CHECK_EQ(board->address(1, 2), 0x5000u);
   fake_cuda_hold(0);
