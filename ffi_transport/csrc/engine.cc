@@ -16,20 +16,24 @@ uint64_t random_epoch() {
   return epoch;
 }
 
+bool is_over_tcp(const std::string& provider) {
+  return provider == "tcp" || provider == "net" || provider == "tcp;ofi_rxm";
+}
+
 // A socket's copies run at the speed of the cache while what is in flight fits into it: beyond
 // about 1 MiB a provider over TCP was measured to lose a third of its rate (docs/adr/0006). A NIC
 // copies nothing and wants its queues filled.
 uint64_t default_bytes_in_flight(const std::string& provider) {
-  const bool over_tcp = provider == "tcp" || provider == "net" || provider == "tcp;ofi_rxm";
-  return over_tcp ? 768 << 10 : 16 << 20;
+  return is_over_tcp(provider) ? 768 << 10 : 16 << 20;
 }
 
 // A software provider that offers FI_HMEM copies inside its calls, which stops its thread: it is
-// asked for that only if told to. And a machine without CUDA's driver has no device memory.
-DeviceMemoryWish device_memory_wish(DeviceMemory how) {
+// asked for that only if told to. And a machine without CUDA's driver, which is not started for
+// those, has no device memory.
+DeviceMemoryWish device_memory_wish(DeviceMemory how, const std::string& provider) {
   if (how == DeviceMemory::kDirect) return DeviceMemoryWish::kAny;
-  if (how == DeviceMemory::kStaged || !CudaDriver::open().ok()) return DeviceMemoryWish::kNone;
-  return DeviceMemoryWish::kHardware;
+  if (how == DeviceMemory::kStaged || is_over_tcp(provider)) return DeviceMemoryWish::kNone;
+  return CudaDriver::open().ok() ? DeviceMemoryWish::kHardware : DeviceMemoryWish::kNone;
 }
 
 }  // namespace
@@ -59,7 +63,7 @@ Status Engine::open(std::optional<std::string> hello) {
     data_fabric_ = make_loopback(loopback);
   } else {
     OfiOptions ofi{options_.provider, options_.bind, options_.libfabric_path, false,
-                   device_memory_wish(options_.device_memory)};
+                   device_memory_wish(options_.device_memory, options_.provider)};
     auto fabric = open_ofi(ofi);
     if (!fabric.ok()) return fabric.status();
     data_fabric_ = fabric.take();
