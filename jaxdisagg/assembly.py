@@ -11,7 +11,7 @@ from jaxdisagg.decode_messenger import DecodeMessenger
 from jaxdisagg.decode_node import DecodeNode
 from jaxdisagg.event_pump import EventPump
 from jaxdisagg.group.decode_fabric import DecodeFabric
-from jaxdisagg.group.gathering import gather
+from jaxdisagg.group.gathering import Memory, gather
 from jaxdisagg.group.leader import LeaderGroup
 from jaxdisagg.group.messages import WarmedUp
 from jaxdisagg.group.node_fabric import NodeFabric
@@ -89,10 +89,8 @@ def _hello(
     model: LoadedModel,
     runner: ModelRunner,
     engine: TransferEngine,
-    group: Group,
+    memory: Memory,
 ) -> NodeHello:
-    regions, contexts = register_cache(engine, runner.cache, source=node.role == "prefill")
-    memory = gather(group, engine.control_address, regions, contexts)
     return NodeHello(
         role="prefill" if node.role == "prefill" else "decode",
         node=node.id,
@@ -136,8 +134,15 @@ class FabricParts[N: (PrefillNode, DecodeNode)](ABC):
         self.engine = engine
         self.runner = _warm_runner(config, model, engine, group, progress)
         processes = group or OneProcess()
-        hello = _hello(config, model, self.runner, engine, processes)
-        fabric = self._assemble(config, model, processes, hello)
+        own = register_cache(
+            engine,
+            self.runner.cache,
+            cache_layout(config, self.runner.cache.spec),
+            source=config.role == "prefill",
+        )
+        memory = gather(processes, engine.control_address, own)
+        hello = _hello(config, model, self.runner, engine, memory)
+        fabric = self._assemble(config, model, processes, hello, memory)
         _lead(group, self.node)
         self._pump = EventPump(engine, fabric.on_events, self.node.fail, f"{hello.role}-events")
         self.node.start()
@@ -146,7 +151,12 @@ class FabricParts[N: (PrefillNode, DecodeNode)](ABC):
 
     @abstractmethod
     def _assemble(
-        self, config: NodeConfig, model: LoadedModel, processes: Group, hello: NodeHello
+        self,
+        config: NodeConfig,
+        model: LoadedModel,
+        processes: Group,
+        hello: NodeHello,
+        memory: Memory,
     ) -> NodeFabric:
         """Make `node`, of `engine` and `runner`; returns its fabric."""
 
@@ -161,7 +171,12 @@ class PrefillParts(FabricParts[PrefillNode]):
     """A prefill node that runs."""
 
     def _assemble(
-        self, config: NodeConfig, model: LoadedModel, processes: Group, hello: NodeHello
+        self,
+        config: NodeConfig,
+        model: LoadedModel,
+        processes: Group,
+        hello: NodeHello,
+        memory: Memory,
     ) -> NodeFabric:
         fabric = PrefillFabric(
             self.engine,
@@ -169,6 +184,7 @@ class PrefillParts(FabricParts[PrefillNode]):
             StepPlanner(hello.layout, self.runner.cache),
             hello.layout,
             name=config.id,
+            modes=memory.modes,
             fence_s=config.timeouts.cancel_fence,
             stranger_s=config.timeouts.connect,
         )
@@ -182,12 +198,19 @@ class DecodeParts(FabricParts[DecodeNode]):
     """A decode node that runs."""
 
     def _assemble(
-        self, config: NodeConfig, model: LoadedModel, processes: Group, hello: NodeHello
+        self,
+        config: NodeConfig,
+        model: LoadedModel,
+        processes: Group,
+        hello: NodeHello,
+        memory: Memory,
     ) -> NodeFabric:
         fabric = DecodeFabric(
             self.engine,
             processes,
+            memory.landings,
             name=config.id,
+            modes=memory.modes,
             fence_s=config.timeouts.cancel_fence,
             arm_s=config.timeouts.connect,
         )

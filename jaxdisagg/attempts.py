@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from jaxdisagg.active import ActiveRequest
 from jaxdisagg.group.decode_fabric import DecodeFabric
+from jaxdisagg.landings import Destination
 from jaxdisagg.prefill_peers import PrefillPeer
 from jaxdisagg.slots import SlotAllocator
 
@@ -85,9 +86,11 @@ class Attempts:
         peer.outstanding += active.prompt_length
         return attempt
 
-    def arm(self, attempt: Attempt, then: Callable[[str | None], None]) -> None:
+    def arm(
+        self, attempt: Attempt, destination: Destination, then: Callable[[str | None], None]
+    ) -> None:
         """Arm the attempt's counters; `then` is told None when all of them wait, or why not."""
-        self._fabric.arm(attempt.slot, attempt.expected, then)
+        self._fabric.arm(attempt.slot, attempt.expected, destination, then)
 
     def settle(self, attempt: Attempt) -> None:
         """The prefill is over: nobody waits for it any more."""

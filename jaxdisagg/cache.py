@@ -19,7 +19,8 @@ from models.interface import CacheSpec
 class Shard:
     """One device's part of one buffer.
 
-    `rank` is the mesh position, `ordinal` the number by which XLA's FFI calls name the device.
+    `rank` is the mesh position, `ordinal` the number by which XLA's FFI calls name the device,
+    `device` the CUDA ordinal of the GPU that it lies in, None for host memory.
     """
 
     rank: int
@@ -27,6 +28,7 @@ class Shard:
     layer: int
     address: int
     nbytes: int
+    device: int | None = None
 
 
 def _allocate(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> jax.Array:
@@ -39,6 +41,11 @@ def _allocate(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> ja
 def _ordinal(device: jax.Device) -> int:
     """XLA's own number of a device: a CPU's counts through all processes of a node, with gaps."""
     return device.id if device.platform == "cpu" else device.local_hardware_id
+
+
+def cuda_device(device: jax.Device) -> int | None:
+    """The CUDA ordinal of a device, None for a CPU."""
+    return device.local_hardware_id if device.platform in ("gpu", "cuda") else None
 
 
 def _pointers(array: jax.Array) -> dict[int, tuple[int, int]]:
@@ -101,7 +108,7 @@ class PagedCache:
         """
         pointers = [_pointers(array) for array in self._buffers()]
         return [
-            Shard(rank, _ordinal(device), layer, *pointers[layer][device.id])
+            Shard(rank, _ordinal(device), layer, *pointers[layer][device.id], cuda_device(device))
             for rank, device in enumerate(rank_devices(self.mesh))
             if device.id in pointers[0]
             for layer in range(len(pointers))

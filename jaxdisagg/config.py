@@ -9,6 +9,7 @@ from typing import Literal
 
 Role = Literal["prefill", "decode", "mixed"]
 DTYPES = ("float32", "bfloat16")
+DEVICE_MEMORY = ("auto", "direct", "staged")
 PROVIDERS = ("auto", "efa", "verbs", "tcp", "net", "tcp;ofi_rxm")
 # The engine's MAX_DOMAINS; importing that imports numpy, whose threads start at once, and a process
 # reads its configuration before it is pinned.
@@ -183,7 +184,9 @@ class NodeConfig:
     each has the same configuration but for `process`, its number, and `group`, "host:port" at which
     process 0 listens for the others (there None: a free port of `host`). `gpu_memory` is the part
     of each GPU's memory that the node takes for itself at once; 0 is what a deployment deals to
-    nodes that share a GPU, or jax's own default.
+    nodes that share a GPU, or jax's own default. `device_memory` says how the transfer reaches a
+    GPU's memory: "direct", by the NIC itself, or the node does not start; "staged", through host
+    memory; "auto", directly where that can be.
     """
 
     role: Role
@@ -204,6 +207,7 @@ class NodeConfig:
     rules: Path | None = None
     mtp: bool = False
     gpu_memory: float = 0.0
+    device_memory: str = "auto"
     process: int = 0
     group: str | None = None
 
@@ -223,6 +227,10 @@ class NodeConfig:
         _at_least(1, max_requests=self.max_requests)
         if not 0 <= self.gpu_memory < 1:  # also nan
             raise ValueError(f"gpu_memory={self.gpu_memory} must be a part of 1, as 0.4")
+        if self.device_memory not in DEVICE_MEMORY:
+            raise ValueError(
+                f"device_memory={self.device_memory!r} must be one of {', '.join(DEVICE_MEMORY)}"
+            )
 
     def _check_nics(self) -> None:
         if self.nics and self.role == "mixed":

@@ -61,6 +61,9 @@ def parse_node(text: str, base: NodeConfig) -> NodeConfig:
         if key == "gpu_memory" and eq:
             node[key] = _fraction(value)
             continue
+        if key == "device_memory" and eq:
+            node[key] = value
+            continue
         if key == "nics" and eq:
             node["nics"] = tuple(value.split("+"))
             continue
@@ -70,8 +73,8 @@ def parse_node(text: str, base: NodeConfig) -> NodeConfig:
         }.get(key)  # fmt: skip
         if target is None or not eq:
             raise ValueError(
-                f"{item!r}: expected tp=, dp=, ep=, processes=, cpus=, gpus=, gpu_memory=, nics=, "
-                "pages=, page_size=, http_port=, fabric_port="
+                f"{item!r}: expected tp=, dp=, ep=, processes=, cpus=, gpus=, gpu_memory=, "
+                "device_memory=, nics=, pages=, page_size=, http_port=, fabric_port="
             )
         if not is_number(value):
             raise ValueError(f"{key}={value!r}: expected a whole number")

@@ -13,6 +13,7 @@ from typing import Any
 
 from ffi_transport.errors import PeerLost, TransportError
 from ffi_transport.types import (
+    ArrivalFailed,
     CounterOvershoot,
     CounterReached,
     Event,
@@ -27,6 +28,7 @@ from jaxdisagg.attempts import Attempt, Attempts
 from jaxdisagg.decode_node import DecodeNode
 from jaxdisagg.group.decode_fabric import DecodeFabric
 from jaxdisagg.hello import NodeHello
+from jaxdisagg.landings import Destination
 from jaxdisagg.messages import MessageError
 from jaxdisagg.page_spans import pages_for
 from jaxdisagg.prefill_peers import PrefillPeer, PrefillPeers
@@ -118,7 +120,11 @@ class DecodeMessenger(Prefiller):
             deadline_ms=int(self._timeouts.prefill * 1000),
             context=attempt.context,
         )
-        self._attempts.arm(attempt, functools.partial(self._armed, attempt, message))
+        self._attempts.arm(
+            attempt,
+            Destination(active.rank, message.pages, attempt.context),
+            functools.partial(self._armed, attempt, message),
+        )
 
     def _armed(self, attempt: Attempt, message: messages.Prefill, problem: str | None) -> None:
         """Every counter waits (R4), so PREFILL may go out; or a process did not arm its own."""
@@ -183,6 +189,7 @@ class DecodeMessenger(Prefiller):
         """Fence every peer, so that nothing is written into memory that may go away."""
         for peer in self.peers.connected():
             self._fence(peer, reason)
+        self._fabric.land_no_more()
         self.peers.close()
 
     # ---- events --------------------------------------------------------------------------------
@@ -194,6 +201,8 @@ class DecodeMessenger(Prefiller):
                 self._on_count(event.slot, event.count, now)
             case CounterOvershoot():
                 self._on_overshoot(event)
+            case ArrivalFailed():
+                self._on_arrival_failed(event)
             case MessageReceived():
                 self._receive(event.peer, event.payload, now)
             case PeerLostEvent():
@@ -220,6 +229,20 @@ class DecodeMessenger(Prefiller):
         self._attempts.settle(attempt)
         self._reports.expect(attempt.id, attempt.active)
         self._node.prefilled(attempt.active, now)
+
+    def _on_arrival_failed(self, event: ArrivalFailed) -> None:
+        """Every write was counted, so nothing comes any more, but a GPU does not have the pages."""
+        attempt = self._attempts.of_slot(event.slot)
+        log.error("slot %d: %s", event.slot, event.error)
+        if (
+            attempt is None
+            or attempt.cancelled_at is not None
+            or self._attempts.awaiting(attempt.id) is None
+        ):
+            return
+        self._attempts.settle(attempt)
+        text = f"the cache from {attempt.peer.name} did not come into the device: {event.error}"
+        self._node.fail_request(attempt.active, RequestError(500, text, code="prefill_failed"))
 
     def _on_overshoot(self, event: CounterOvershoot) -> None:
         """A write came twice, so that another one may be missing: the cache cannot be trusted."""

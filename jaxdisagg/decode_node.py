@@ -243,9 +243,9 @@ class DecodeNode(StepLoop):
         pool = self.pools[active.rank]
         if active.lease.state is PageState.LEASED and active.lease.exposed:
             pool.revoke(active.lease)
+        self.prefiller.release(active)  # first: it waits for what still lands in a GPU
         pool.release(active.lease)
         active.lease = None
-        self.prefiller.release(active)
 
     def _admit(self, now: float) -> None:
         """Begin what can begin, and end what has waited too long."""

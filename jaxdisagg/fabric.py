@@ -57,6 +57,7 @@ def _open(node: NodeConfig, way: FabricChoice) -> TransferEngine:
         control_port=node.fabric_port,
         domains=way.domains,
         domain_cpus=way.domain_cpus,
+        device_memory=node.device_memory,
     )
     engine = TransferEngine(config, hello=None)
     log.info("%s: provider %s, %s (%s)", node.id, engine.provider, way.domains or "-", way.why)

@@ -4,16 +4,17 @@ Each process counts what lands in its own devices, with its own expected number 
 count is reached when all of them have reported. A PREFILL goes out when all have armed (R4).
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ffi_transport.engine import TransferEngine
-from ffi_transport.errors import PeerLost, TransferTimeout
-from ffi_transport.types import CounterOvershoot, CounterReached, Event
+from ffi_transport.errors import PeerLost, TransferTimeout, TransportError
+from ffi_transport.types import ArrivalFailed, CounterOvershoot, CounterReached, Event
 from jaxdisagg.group.connecting import LinkAnswers, leave_links, link_all
 from jaxdisagg.group.fabric_messages import (
     Arm,
@@ -24,6 +25,7 @@ from jaxdisagg.group.fabric_messages import (
     Linked,
     LinkLost,
     LinkTo,
+    NotArrived,
     Overshot,
     Reached,
     Tally,
@@ -32,6 +34,7 @@ from jaxdisagg.group.fabric_messages import (
 from jaxdisagg.group.node_fabric import NodeFabric, Pair, Peer
 from jaxdisagg.group.processes import Group
 from jaxdisagg.hello import NodeHello
+from jaxdisagg.landings import Destination, DeviceLandings
 
 log = logging.getLogger(__name__)
 
@@ -52,28 +55,34 @@ class _Count:
 
 
 class DecodeFabric(NodeFabric):
-    """Used on the node's loop, but for what says otherwise."""
+    """Used on the node's loop, but for what says otherwise.
+
+    `landings` are the leader's: all processes of a node have GPUs, or none has.
+    """
 
     def __init__(
         self,
         engine: TransferEngine,
         group: Group,
+        landings: DeviceLandings,
         *,
         name: str,
+        modes: Sequence[str],
         fence_s: float = 10.0,
         arm_s: float = 10.0,
     ) -> None:
+        self._landings = landings
         self._arm_s = arm_s
         self._counts: dict[int, _Count] = {}
         self._asked: dict[int, LinkAnswers] = {}
         self._asked_lock = threading.Lock()
         self._asks = 0
-        super().__init__(engine, group, name=name, fence_s=fence_s)
+        super().__init__(engine, group, name=name, modes=modes, fence_s=fence_s)
         group.on(Linked, self._on_linked)
 
     def hears(self) -> tuple[type[Any], ...]:
         """The kinds of messages that a decode node's followers send."""
-        return (LinkLost, Tally, Fault, Armed, Reached, Overshot)
+        return (LinkLost, Tally, Fault, Armed, Reached, NotArrived, Overshot)
 
     # ---- links ---------------------------------------------------------------------------------
 
@@ -173,7 +182,13 @@ class DecodeFabric(NodeFabric):
         """Of the immediate."""
         return self.engine.config.slot_bits
 
-    def arm(self, slot: int, expected: tuple[int, ...], then: Callable[[str | None], None]) -> None:
+    def arm(
+        self,
+        slot: int,
+        expected: tuple[int, ...],
+        destination: Destination,
+        then: Callable[[str | None], None],
+    ) -> None:
         """Expect `expected[process]` units on a slot, in every process that expects any.
 
         `then` is called once: with None when all counters wait (at once, where the leader alone is
@@ -183,9 +198,14 @@ class DecodeFabric(NodeFabric):
         count = _Count(expected, armed - {0}, set(armed), then, time.monotonic() + self._arm_s)
         self._counts[slot] = count
         if 0 in armed:
-            self.engine.arm(slot, expected[0])
+            try:
+                self.engine.arm(slot, expected[0], landings=self._landings.of(destination))
+            except TransportError as error:  # a device cannot be opened
+                self._armed(count, f"the counter of {self.name} does not wait: {error}")
+                return
+        where = destination if self._landings else None
         for process in sorted(count.unarmed):
-            self.group.send(process, Arm(slot, expected[process]))
+            self.group.send(process, Arm(slot, expected[process], where))
         if not count.unarmed:
             self._armed(count, None)
 
@@ -197,12 +217,27 @@ class DecodeFabric(NodeFabric):
             then(problem)
 
     def disarm(self, slot: int) -> None:
-        """Forget a slot's counts in every process."""
+        """Forget a slot's counts in every process.
+
+        When this returns nothing is copied into this process's devices for it any more, and the
+        other processes see to theirs before they handle a later word, such as a step that uses the
+        pages. Raises TransferTimeout when copies have hung: then the pages are not safe.
+        """
         for process, number in enumerate(self._counts.pop(slot).expected):
             if number and process:
                 self.group.send(process, Disarm(slot))
             elif number:
                 self.engine.disarm(slot)
+
+    def land_no_more(self) -> None:
+        """The node has failed: copy nothing more into this process's devices.
+
+        The others end with their leader. What was armed stays known, for those who forget it.
+        """
+        for slot, count in self._counts.items():
+            if count.expected[0]:
+                with contextlib.suppress(TransferTimeout):  # it fails already
+                    self.engine.disarm(slot)
 
     def seen(self, slot: int) -> tuple[int, ...]:
         """Units counted on an armed slot so far, by process; of followers, when last heard."""
@@ -220,6 +255,8 @@ class DecodeFabric(NodeFabric):
             return self._reached(0, event.slot)
         if isinstance(event, CounterOvershoot):
             return self._overshot(0, event)
+        if isinstance(event, ArrivalFailed):
+            return [self._not_arrived(0, event.slot, event.error)]
         return [event]
 
     def hear(self, process: int, word: FollowerWord) -> Iterable[Event]:
@@ -229,6 +266,8 @@ class DecodeFabric(NodeFabric):
         elif isinstance(word, Reached):
             self.note(process, {word.slot: word.count})
             return self._reached(process, word.slot)
+        elif isinstance(word, NotArrived):
+            return [self._not_arrived(process, word.slot, word.error)]
         elif isinstance(word, Overshot):
             self.note(process, {word.slot: word.seen})
             return self._overshot(process, CounterOvershoot(word.slot, word.expected, word.seen))
@@ -256,6 +295,10 @@ class DecodeFabric(NodeFabric):
             return []
         count.short.discard(process)
         return [] if count.short else [CounterReached(slot, sum(count.expected))]
+
+    def _not_arrived(self, process: int, slot: int, error: str) -> ArrivalFailed:
+        where = f"process {process} of {self.name}: " if self.group.size > 1 else ""
+        return ArrivalFailed(slot, f"{where}{error}")
 
     def _overshot(self, process: int, event: CounterOvershoot) -> list[Event]:
         if self.group.size > 1:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from jaxdisagg.group.message_base import GroupMessage
 from jaxdisagg.hello import ContextBuffers, Region
+from jaxdisagg.landings import Destination
 from jaxdisagg.planned_request import PlannedRequest
 
 # ---- of a follower -------------------------------------------------------------------------------
@@ -17,12 +18,14 @@ from jaxdisagg.planned_request import PlannedRequest
 class Registered(GroupMessage, frozen=True):
     """The process's shards are registered: its control address, and what HELLO says of them.
 
-    `regions[device][layer]` and `contexts[device]` are in the rank order of its devices.
+    `regions[device][layer]` and `contexts[device]` are in the rank order of its devices; `mode` is
+    how peers reach them (`CacheMemory.mode`).
     """
 
     address: str
     regions: tuple[tuple[Region, ...], ...]
     contexts: tuple[ContextBuffers, ...]
+    mode: str
 
 
 class Linked(GroupMessage, frozen=True):
@@ -69,6 +72,13 @@ class Reached(GroupMessage, frozen=True):
 
     slot: int
     count: int
+
+
+class NotArrived(GroupMessage, frozen=True):
+    """All units of a slot have landed here, but its pages did not come into the devices."""
+
+    slot: int
+    error: str
 
 
 class Overshot(GroupMessage, frozen=True):
@@ -156,14 +166,21 @@ class Fence(GroupMessage, frozen=True):
 
 
 class Arm(GroupMessage, frozen=True):
-    """Expect this many units on a slot here, and say Armed."""
+    """Expect this many units on a slot here, and say Armed.
+
+    `destination` is where they land, if that is in devices of their own.
+    """
 
     slot: int
     expected: int
+    destination: Destination | None
 
 
 class Disarm(GroupMessage, frozen=True):
-    """Forget a slot's count."""
+    """Forget a slot's count.
+
+    What comes later, a step too, is handled once nothing lands for the slot any more.
+    """
 
     slot: int
 
@@ -214,6 +231,7 @@ FollowerWord = (
     | LinkLost
     | Armed
     | Reached
+    | NotArrived
     | Overshot
     | Tally
     | PartEnded

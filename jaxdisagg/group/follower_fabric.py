@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import TransportError
 from ffi_transport.types import (
+    ArrivalFailed,
     CounterOvershoot,
     CounterReached,
     Event,
@@ -72,6 +73,7 @@ class FollowerFabric:
         self._process = process
         self._planner = StepPlanner(layout, cache) if source else None
         self._send = send
+        self._fail = fail
         self._lock = threading.Lock()
         self._armed: set[int] = set()
         self._remotes: dict[int, RemoteCache] = {}
@@ -80,8 +82,9 @@ class FollowerFabric:
         self._tally = words.Tally({}, {}, [])
         self._next_tally = 0.0
         self._pump = EventPump(engine, self._on_events, fail, "member-events", self._tell_tally)
-        regions, contexts = register_cache(engine, cache, source=source)
-        send(words.Registered(engine.control_address, regions, contexts))
+        memory = register_cache(engine, cache, layout, source=source)
+        self._landings = memory.landings
+        send(words.Registered(engine.control_address, memory.regions, memory.contexts, memory.mode))
         self._pump.start()
 
     def close(self) -> None:
@@ -110,9 +113,7 @@ class FollowerFabric:
             case words.Arm():
                 self._arm(word)
             case words.Disarm():
-                with self._lock:
-                    self._armed.discard(word.slot)
-                self._engine.disarm(word.slot)
+                self._disarm(word.slot)
             case words.Know():
                 self._remotes[word.peer] = RemoteCache(decode_hello(word.hello))
             case words.Forget():
@@ -146,10 +147,20 @@ class FollowerFabric:
         with self._lock:
             self._armed.add(word.slot)
         try:
-            self._engine.arm(word.slot, word.expected)
+            landings = self._landings.of(word.destination) if word.destination else ()
+            self._engine.arm(word.slot, word.expected, landings=landings)
         except (ValueError, TransportError) as error:
             problem = str(error)
         self._send(words.Armed(word.slot, problem))
+
+    def _disarm(self, slot: int) -> None:
+        """On the reader thread: no step that uses the slot's pages is taken before this is over."""
+        with self._lock:
+            self._armed.discard(slot)
+        try:
+            self._engine.disarm(slot)
+        except TransportError as error:  # copies into a device have hung
+            self._fail(str(error))
 
     def _open(self, word: words.Open) -> None:
         part = _Part(word.peer, word.request)
@@ -207,6 +218,8 @@ class FollowerFabric:
                 self._send(words.LinkLost(event.peer, event.reason, event.elapsed_s, seen))
             case CounterReached():
                 self._send(words.Reached(event.slot, event.count))
+            case ArrivalFailed():
+                self._send(words.NotArrived(event.slot, event.error))
             case CounterOvershoot():
                 self._send(words.Overshot(event.slot, event.expected, event.seen))
             case TransferEnded():

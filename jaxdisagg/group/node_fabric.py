@@ -69,15 +69,22 @@ class NodeFabric(ABC):
     """The transfer engines of a node's processes as one. On the node's loop, where not said.
 
     `fence_s` is how long the processes may take to close a peer's links: if one does not, no page
-    is safe, and the node fails.
+    is safe, and the node fails. `modes` says how the memory of each process is reached.
     """
 
     def __init__(
-        self, engine: TransferEngine, group: Group, *, name: str, fence_s: float = 10.0
+        self,
+        engine: TransferEngine,
+        group: Group,
+        *,
+        name: str,
+        modes: Sequence[str],
+        fence_s: float = 10.0,
     ) -> None:
         self.engine = engine
         self.group = group
         self.name = name
+        self._modes = modes
         self._fence_s = fence_s
         self._peers: dict[int, Peer] = {}
         self._owner: dict[Place, Peer] = {}
@@ -242,6 +249,8 @@ class NodeFabric(ABC):
     def state(self) -> dict[str, Any]:
         """The engines' counters, summed, and those of each domain; for any thread.
 
+        "memory" is how the cache is reached ("host", "direct", "staged"), of each process where
+        they differ.
         With followers each process's own too, which are as old as what it told last.
         """
         tallies = {0: Tally({}, self.engine.counters(), self.engine.domain_counters())}
@@ -249,7 +258,8 @@ class NodeFabric(ABC):
         total = Counter[str]()
         for tally in tallies.values():
             total.update(tally.counters)
-        state: dict[str, Any] = {"provider": self.engine.provider, **total}
+        memory = self._modes[0] if len(set(self._modes)) == 1 else list(self._modes)
+        state: dict[str, Any] = {"provider": self.engine.provider, "memory": memory, **total}
         if self.group.size == 1:
             return state | {"domains": tallies[0].domains}
         state["domains"] = [

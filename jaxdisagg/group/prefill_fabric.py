@@ -64,6 +64,7 @@ class PrefillFabric(NodeFabric):
         layout: CacheLayout,
         *,
         name: str,
+        modes: Sequence[str],
         fence_s: float = 10.0,
         stranger_s: float = 10.0,
     ) -> None:
@@ -77,7 +78,7 @@ class PrefillFabric(NodeFabric):
         self._parts: dict[int, tuple[int, int]] = {}
         self._opened = 0
         self.turned_away: list[str] = []
-        super().__init__(engine, group, name=name, fence_s=fence_s)
+        super().__init__(engine, group, name=name, modes=modes, fence_s=fence_s)
 
     def hears(self) -> tuple[type[Any], ...]:
         """The kinds of messages that a prefill node's followers send."""

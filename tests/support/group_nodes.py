@@ -43,10 +43,14 @@ ORDINALS = 2048
 class ArrayCache:
     """The shards of one process, as `PagedCache` shows them; `bytes[rank][layer]` is [pages, ...].
 
-    The layer after the last is the context buffer.
+    The layer after the last is the context buffer. `on_gpus`: rank r's are said to be memory of
+    CUDA device r, which the fake driver plays.
     """
 
-    def __init__(self, layout: CacheLayout, ranks: range, process: int) -> None:
+    def __init__(
+        self, layout: CacheLayout, ranks: range, process: int, *, on_gpus: bool = False
+    ) -> None:
+        self.on_gpus = on_gpus
         self.first_ordinal = process * ORDINALS
         self.layers = (None,) * layout.layers
         self.context_bytes = CONTEXT_BYTES
@@ -63,7 +67,14 @@ class ArrayCache:
     def shards(self) -> list[Shard]:
         first = min(self.bytes)
         return [
-            Shard(rank, self.first_ordinal + rank - first, layer, array.ctypes.data, array.nbytes)
+            Shard(
+                rank,
+                self.first_ordinal + rank - first,
+                layer,
+                array.ctypes.data,
+                array.nbytes,
+                rank if self.on_gpus else None,
+            )
             for rank, arrays in self.bytes.items()
             for layer, array in enumerate(arrays)
         ]
@@ -148,6 +159,7 @@ class Side:
         provider: str = "loopback",
         hello: dict[str, Any] | None = None,
         engine: dict[str, Any] | None = None,
+        on_gpus: bool = False,
         **fabric: Any,
     ) -> None:
         source = role == "prefill"
@@ -159,7 +171,9 @@ class Side:
         config = EngineConfig(provider=provider, **(engine or {}))
         self.engines = [TransferEngine(config, hello=None) for _ in range(processes)]
         shares = [devices_of(p, layout.devices, processes) for p in range(processes)]
-        self.caches = [ArrayCache(layout, share, p) for p, share in enumerate(shares)]
+        self.caches = [
+            ArrayCache(layout, share, p, on_gpus=on_gpus) for p, share in enumerate(shares)
+        ]
         for process in range(1, processes):
             self.group.followers[process] = FollowerFabric(
                 self.engines[process],
@@ -170,8 +184,8 @@ class Side:
                 send=lambda word, process=process: self.group.say(process, word),
                 fail=print,
             )
-        own = register_cache(self.engines[0], self.caches[0], source=source)  # type: ignore[arg-type]
-        memory = gather(self.group, self.engines[0].control_address, *own)
+        own = register_cache(self.engines[0], self.caches[0], layout, source=source)  # type: ignore[arg-type]
+        memory = gather(self.group, self.engines[0].control_address, own)
         values = {
             "role": role,
             "node": self.name,
@@ -189,10 +203,23 @@ class Side:
         if source:
             planner = StepPlanner(layout, self.caches[0])  # type: ignore[arg-type]
             self.prefill = PrefillFabric(
-                self.engines[0], self.group, planner, layout, name=self.name, **fabric
+                self.engines[0],
+                self.group,
+                planner,
+                layout,
+                name=self.name,
+                modes=memory.modes,
+                **fabric,
             )
         else:
-            self.decode = DecodeFabric(self.engines[0], self.group, name=self.name, **fabric)
+            self.decode = DecodeFabric(
+                self.engines[0],
+                self.group,
+                memory.landings,
+                name=self.name,
+                modes=memory.modes,
+                **fabric,
+            )
         self.fabric = self.prefill if source else self.decode
         self.fabric.attach(self.calls.append, lambda event: self.on_event(event))
         self._pump = EventPump(self.engines[0], self.fabric.on_events, print, "events")

@@ -5,6 +5,7 @@ from group_nodes import CONTEXT_BYTES, PAGES, Side, at_once, run_until
 
 from ffi_transport.types import PeerConnected
 from jaxdisagg.hello import NodeHello
+from jaxdisagg.landings import Destination
 from jaxdisagg.messages import decode_greeting, pack
 from jaxdisagg.planned_request import PlannedRequest
 from jaxdisagg.process_shares import ranks_of
@@ -96,16 +97,18 @@ class Both:
             for process in range(count)
         )
 
-    def arm(self, slot, expected):
+    def arm(self, slot, expected, request=None):
         told = []
-        self.decode.decode.arm(slot, expected, told.append)
+        request = request or self.request()
+        where = Destination(request.dp_rank, request.destination_pages, request.context)
+        self.decode.decode.arm(slot, expected, where, told.append)
         self.run_until(lambda: told, "the counters are armed")
         assert told == [None]
 
     def begin(self, request, slot=5):
         """Arm, open and file two chunks; their triggers have not fired."""
         expected = self.expected(request)
-        self.arm(slot, expected)
+        self.arm(slot, expected, request)
         fabric = self.prefill.prefill
         transfer = fabric.open_transfer(self.at_prefill, slot, request)
         for begin, end in ((0, 20), (20, TOTAL)):

@@ -126,8 +126,12 @@ def timing_of(node: DecodeNode, request_id: str) -> RequestTiming:
 
 def engine_for(node: NodeConfig, **more: Any) -> TransferEngine:
     """A transfer engine on loopback, fast to notice a dead peer."""
-    config = EngineConfig(provider=node.provider, domains=node.nics, **more)
-    return TransferEngine(config, hello=None)
+    values: dict[str, Any] = {
+        "provider": node.provider,
+        "domains": node.nics,
+        "device_memory": node.device_memory,
+    }
+    return TransferEngine(EngineConfig(**(values | more)), hello=None)
 
 
 class Pair:

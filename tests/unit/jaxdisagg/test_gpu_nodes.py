@@ -83,6 +83,8 @@ def machine(driver, monkeypatch):
 def test_words():
     node = parse_node("tp=2,gpus=1+3,gpu_memory=0.4", BASE)
     assert (node.mesh.gpus, node.gpu_memory) == ((1, 3), 0.4)
+    assert node.device_memory == "auto"
+    assert parse_node("device_memory=staged", BASE).device_memory == "staged"
     two = parse_node("tp=2,dp=2,processes=2,gpus=4-7", BASE)
     assert [two.mesh.gpus_of(i) for i in (0, 1)] == [(4, 5), (6, 7)]
     apart = parse_node("tp=4,processes=2,gpus=0-1", BASE)  # on a machine each
@@ -103,6 +105,7 @@ def test_words():
         ("gpu_memory=1", "gpu_memory=1.0 must be a part of 1"),
         ("gpu_memory=-0.1", "gpu_memory=-0.1 must be a part"),
         ("gpu_memory=nan", "gpu_memory=nan must be a part"),
+        ("device_memory=pinned", "device_memory='pinned' must be one of auto, direct, staged"),
     ],
 )
 def test_bad_words_are_named(text, message):

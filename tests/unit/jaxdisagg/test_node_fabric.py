@@ -11,7 +11,10 @@ from ffi_transport.types import (
     TransferEnded,
     TriggerFault,
 )
+from jaxdisagg.landings import Destination
 from jaxdisagg.transfer_plan import CacheLayout
+
+NOWHERE = Destination(0, b"", 0)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,7 @@ def test_prefill_waits_for_the_counter_of_every_process():
         hearing = both.decode.group.hearing[1]
         hearing.clear()
         told = []
-        both.decode.decode.arm(5, (3, 4), told.append)
+        both.decode.decode.arm(5, (3, 4), NOWHERE, told.append)
         both.run_until(lambda: True, "-")
         assert not told
         hearing.set()
@@ -71,7 +74,7 @@ def test_a_process_that_does_not_arm_in_time_is_named():
     with Both(gqa(2), gqa(2), decode={"arm_s": 0.05}) as both:
         both.decode.group.hearing[1].clear()
         told = []
-        both.decode.decode.arm(5, (3, 4), told.append)
+        both.decode.decode.arm(5, (3, 4), NOWHERE, told.append)
         deadline = both.decode.decode.next_deadline()
         assert deadline is not None
         both.decode.decode.tick(deadline - 0.001)
@@ -88,7 +91,7 @@ def test_a_counter_that_cannot_be_armed_is_told_with_its_process():
     with Both(gqa(2), gqa(2)) as both:
         both.decode.engines[1].arm(5, 1)
         told = []
-        both.decode.decode.arm(5, (3, 4), told.append)
+        both.decode.decode.arm(5, (3, 4), NOWHERE, told.append)
         both.run_until(lambda: told, "an answer")
         assert told == ["process 1 of decode-0: slot 5 is already armed"]
 
