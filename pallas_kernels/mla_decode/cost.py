@@ -11,6 +11,11 @@ bf16 over 132 processors of 1.83 GHz are 36.4 bytes a ns and 4096 FLOP a cycle f
   device memory, and there is time to spare for the softmax, which overlaps anyway.
 * The alternative, heads as 64 padded rows: 1.19 us for any number up to 64, or 1.82 us where each
   of two warpgroups takes the scores for itself; of fp8 both are slower than device memory.
+* An fp8 step passes through shared memory once more: 288 cycles for what is loaded, 288 to read it
+  again, 576 to write it as f16, beside the 1360 that the matmuls of 16 heads read: 2512 cycles,
+  1.37 us. So shared memory sets its pace, 1.5 times that of bf16; device memory could be twice.
+  For more than 32 heads (tiles of 32, since bytes and numbers leave no room for 64 queries) each
+  tile converts for itself: such a cache saves memory then, not time.
 * 128 heads are two tiles. Together they need 2.38 us of tensor cores for 2.03 us of device memory,
   so this size is bound by the tensor cores (242 FLOP a byte; the H200 balances at 206). The second
   tile's block runs beside the first and reads the latents from L2, at 5.5 TB/s or so 1.77 us a step
