@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,17 +130,25 @@ def run_all(
 ) -> Iterator[Result]:
     """Every case on every chip, in order, `at_once` of them at once, each in a fresh process.
 
-    A process that has compiled a kernel would not report on it again.
+    A process that has compiled a kernel would not report on it again. One that dies is a failure of
+    its case, and of those after it.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(at_once, context, max_tasks_per_child=1) as pool:
-        tasks: list[Future[Result]] = []
+        tasks: list[tuple[Future[Any], Result]] = []  # each with what it is if it dies
         for chip in chips:
-            tasks += [pool.submit(run_step, case, chip, configs) for case in steps]
-            tasks += [pool.submit(run_kernel, case, chip) for case in kernels]
-        for task in tasks:
-            yield task.result()
+            for case in steps:
+                lost = StepResult(case, chip, 0.0, failures=["its process died"])
+                tasks.append((pool.submit(run_step, case, chip, configs), lost))
+            for case in kernels:
+                lost = KernelResult(case, chip, 0.0, failures=["its process died"])
+                tasks.append((pool.submit(run_kernel, case, chip), lost))
+        for task, lost in tasks:
+            try:
+                yield task.result()
+            except BrokenProcessPool:
+                yield lost
 
 
 def _brief(error: Exception) -> str:

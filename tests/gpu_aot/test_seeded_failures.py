@@ -1,5 +1,7 @@
 """What `make gpu-aot` must refuse, seeded: each must fail, by name. Needs the plugin it brings."""
 
+import functools
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxdisagg.gpu_aot.chips import H200
-from jaxdisagg.gpu_aot.job import run_kernel, run_step
+from jaxdisagg.gpu_aot.job import run_all, run_kernel, run_step
 from jaxdisagg.gpu_aot.kernel_cases import KernelCase
 from jaxdisagg.gpu_aot.step_cases import STEP_CASES, Step, StepCase, lower_step
 from jaxdisagg.step import StepPrograms
@@ -124,3 +126,9 @@ def test_a_step_whose_kernel_is_not_there_is_named():
     case = replace(DECODE, attention="another_kernel")
     failures = run_step(case, H200, CONFIGS).failures
     assert any("0 calls of the kernel another_kernel, must be 1" in f for f in failures), failures
+
+
+def test_a_compiler_that_dies_is_a_failure_of_its_case():
+    case = KernelCase("crash", "none", functools.partial(os._exit, 3), (), NOTHING)
+    (result,) = run_all([case], [], [H200], CONFIGS, at_once=1)
+    assert result.failures == ["its process died"]
