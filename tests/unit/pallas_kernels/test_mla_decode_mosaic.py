@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -293,6 +294,12 @@ def test_auto_is_the_kernel_on_cuda_where_it_takes_the_operands():
     q, cache, *ints = case
     assert "mosaic_gpu" not in lowered_for_cuda([q, cache.astype("float32"), *ints])
     np.testing.assert_array_equal(attend(case, "auto"), attend(case, "xla"))  # on a CPU
+
+
+@pytest.mark.parametrize(("rows", "launches"), [(2, 2), (256, 1)])
+def test_a_batch_that_fills_the_device_is_not_cut(rows, launches):
+    lowered = lowered_for_cuda(make_case([1] * rows), "mosaic_gpu")
+    assert len(re.findall(r"custom_call @mosaic_gpu", lowered)) == launches
 
 
 def test_what_it_does_not_take_is_refused_with_the_reason():
