@@ -146,7 +146,8 @@ def test_pieces_are_merged_by_their_weights():
     rng = np.random.default_rng(0)
     bounds = np.array([0, 1, 1, 12], np.int32)
     parts = rng.uniform(-1, 1, (13, 8, 128)).astype(np.float32)
-    lse = (rng.standard_normal((13, 8)) * 5).astype(np.float32)
+    lse = rng.standard_normal((13, 8)).astype(np.float32)
+    lse += 0.3 * np.arange(13, dtype=np.float32)[:, None]  # the largest comes last
     lse[4] = MASKED
     parts[12] = np.nan  # unused
     op = functools.partial(merge, heads=2, interpret=True)
