@@ -116,6 +116,7 @@ def figures_of(step: Step, compiled: Compiled) -> dict[str, int]:
         "other_collectives": sum(s.elements != residual for s in sent),
         "alias_bytes": compiled.alias_bytes,
         "temp_bytes": compiled.temp_bytes,
+        "captured_calls": compiled.thunks.captured_calls,
         "host_waits": compiled.thunks.host_waits,
     }
 

@@ -15,6 +15,7 @@ STEP_COLUMNS = (
     "layers",
     "kernels",
     "triggers",
+    "captured",
     "all-reduces",
     "others",
     "aliased",
@@ -74,7 +75,7 @@ def step_lines(results: Iterable[Result]) -> list[tuple[str, ...]]:
     for result in results:
         if isinstance(result, StepResult) and result.figures:
             f = result.figures
-            counts = [f[n] for n in ("kernel_calls", "triggers", "all_reduces")]
+            counts = [f[n] for n in ("kernel_calls", "triggers", "captured_calls", "all_reduces")]
             lines.append(
                 (
                     result.case.name,
