@@ -44,8 +44,8 @@ def arming(pair, monkeypatch):
     fabric, held = pair.decode.messenger._fabric, Answers()
     arm, send = fabric.arm, fabric.send
 
-    def later(slot, expected, then):
-        arm(slot, expected, lambda problem: held.append((then, problem)))
+    def later(slot, expected, destination, then):
+        arm(slot, expected, destination, lambda problem: held.append((then, problem)))
 
     def record(peer, payload):
         held.sent.append(type(messages.decode(payload)))
