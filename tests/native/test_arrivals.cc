@@ -277,6 +277,25 @@ TEST(disarming_waits_for_the_copies_that_have_begun) {
   CHECK_EQ(device.region->in_flight.load(), 0);
 }
 
+TEST(a_late_word_of_an_earlier_arming_copies_nothing) {
+  Fixture f;
+  Device device(0);
+  CHECK_OK(f.arm(1, 2, {device.region}, {1}));
+  f.add(1, 1);
+  Event late;  // by a thread that counted for whom had the slot before, and was slow
+  late.kind = EventKind::kCounterReached;
+  late.id = 1;
+  late.first = 2;
+  CHECK(f.arrivals.take(late));
+  device.land(1, 'a');
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  CHECK(lines("cuMemcpyHtoDAsync_v2").empty());
+  CHECK(f.events.poll(0).empty());
+  f.add(1, 1);
+  CHECK(f.next().kind == EventKind::kCounterReached);
+  CHECK(device.holds(1, 'a'));
+}
+
 TEST(an_overshot_slot_is_not_told_as_reached) {
   Fixture f;
   Device device(0);
