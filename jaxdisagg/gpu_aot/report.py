@@ -54,7 +54,8 @@ def kernel_lines(results: Iterable[Result]) -> list[tuple[str, ...]]:
             continue
         cost = result.case.cost
         whole = (_bytes(cost.bytes), _si(cost.flops), f"{_roofline_us(result):.1f} us")
-        for i, kernel in enumerate(result.kernels):
+        own_first = sorted(result.kernels, key=lambda kernel: kernel.name != result.case.op)
+        for i, kernel in enumerate(own_first):
             first = i == 0
             lines.append(
                 (
