@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from group_pair import Both, arrived, fill, gqa, mla
 
+from ffi_transport.errors import TransferTimeout
 from ffi_transport.types import ArrivalFailed, CounterReached, TransferEnded
 from jaxdisagg.landings import Destination, DeviceLandings
 from jaxdisagg.messages import pack
@@ -20,6 +21,7 @@ FLUSH_OPTIONS = 117  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
 ORDERING = 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
 OWNER = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
 INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 def both_on_gpus(source, destination, processes, mode):
@@ -156,6 +158,54 @@ def test_what_follows_a_disarm_waits_for_the_copies_that_have_begun(fake_cuda):
         assert (device == 0xEE).all()
         assert not both.decode.of(CounterReached)
         assert total(both.decode, "arrivals_dropped") == 2 + 1  # of slot 5 both, of slot 6 one
+
+
+def test_a_node_that_has_failed_copies_nothing_more(fake_cuda):
+    with both_on_gpus(gqa(2), gqa(2), (1, 1), "staged") as both:
+        fill(both.prefill, 0)
+        _, expected = both.begin(both.request())
+        both.decode.decode.land_no_more()
+        both.fire_all()
+        both.run_until(lambda: both.prefill.of(TransferEnded), "the transfer has ended")
+        both.run_until(
+            lambda: total(both.decode, "units_received") == sum(expected), "its units came"
+        )
+        both.decode.decode.disarm(5)  # as requests end later
+        assert not places(fake_cuda.log(), COPY)
+        assert not both.decode.of(CounterReached)
+
+
+def test_a_device_that_cannot_be_opened_fails_the_arming(fake_cuda):
+    with both_on_gpus(gqa(2), gqa(2), (2, 2), "staged") as both:
+        fabric, told = both.decode.decode, []
+        where = Destination(0, pack([11, 2, 7]), 2)
+        fake_cuda.fail("cuStreamCreate", OUT_OF_MEMORY)
+        fabric.arm(5, (3, 4), where, told.append)
+        (problem,) = told
+        assert problem.startswith("the counter of decode-0 does not wait: CUDA device 0")
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in problem
+        fabric.disarm(5)
+        told.clear()
+        fabric.arm(6, (3, 4), where, told.append)  # the leader's is open from here on
+        both.run_until(lambda: told, "an answer")
+        assert told == [None]
+        fabric.disarm(6)
+
+
+def test_a_follower_whose_copies_hang_ends(fake_cuda, monkeypatch):
+    """Its leader then fails the node: no page is known to be safe."""
+    with both_on_gpus(gqa(2), gqa(2), (2, 2), "staged") as both:
+        both.arm(5, (1, 1))
+        follower, failed = both.decode.group.followers[1], []
+
+        def hang(slot):
+            raise TransferTimeout(f"copies of slot {slot} into a device have not ended")
+
+        monkeypatch.setattr(follower._engine, "disarm", hang)
+        monkeypatch.setattr(follower, "_fail", failed.append)
+        both.decode.decode.disarm(5)
+        both.run_until(lambda: failed, "the follower ends")
+        assert failed == ["copies of slot 5 into a device have not ended"]
 
 
 def test_host_memory_has_no_landings_and_no_thread(fake_cuda):
