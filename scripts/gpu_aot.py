@@ -79,6 +79,10 @@ def main(options: Sequence[str]) -> int:
         try:
             shared = make_layer(SHARED)
             layers = {group: [make_layer(group), shared] for group in ENVIRONMENTS}
+            for folder, _ in layers.values():
+                # XLA looks for the assembler beside the plugin, else in a CUDA of the system.
+                if not (folder / "nvidia").is_symlink():
+                    (folder / "nvidia").symlink_to(Path("..") / shared.name / "nvidia")
         except subprocess.CalledProcessError as error:
             print(f"gpu-aot: pip ended with {error.returncode}, see above", file=sys.stderr)
             return 1

@@ -61,6 +61,8 @@ def test_layers_are_made_once_and_the_job_runs_over_them(commands: Commands, tmp
     assert commands.installs() == ALL
     (newest, env), (tests, _), (oldest, older) = commands.asked[3:]
     cache = tmp_path / "cache"
+    for group in ALL[1:]:
+        assert (cache / group / "nvidia").readlink() == Path("../gpu-aot-cuda/nvidia")
     assert env["PYTHONPATH"] == f"{cache / 'gpu-aot'}:{cache / 'gpu-aot-cuda'}"
     assert older["PYTHONPATH"] == f"{cache / 'gpu-aot-oldest'}:{cache / 'gpu-aot-cuda'}"
     assert env["JAX_PLATFORMS"] == "cpu"
