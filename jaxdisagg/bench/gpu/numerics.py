@@ -43,23 +43,30 @@ def measure(make: Callable[[], Case], backend: str) -> dict[str, Any]:
 
 
 def measure_apart(op: str, options: Sequence[str], seconds: float, tell: Tell) -> None:
-    """Tell the rows of one operation, measured in a process of its own, and how that ended."""
+    """Tell the rows of one operation, measured in a process of its own, and how that ended.
+
+    A process that ends well without a row has failed too.
+    """
     command = [sys.executable, "-m", "jaxdisagg.bench.gpu.numerics", "--op", op, *options]
     # The others' memory is not to be taken at once.
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         timer = threading.Timer(seconds, process.kill)
         timer.start()
+        told = 0
         assert process.stdout is not None
         for line in process.stdout:
             for row in read_rows(line):
                 tell(row)
+                told += 1
         status = process.wait()
         late = not timer.is_alive()
         timer.cancel()
     if status:
         why = f"no answer within {seconds:g} s" if late else f"ended with status {status}"
         tell({"op": op, "passed": False, "error": why})
+    elif not told:
+        tell({"op": op, "passed": False, "error": "ended without a row"})
 
 
 def main() -> None:
@@ -77,8 +84,9 @@ def main() -> None:
         return
     options = ["--backend", wanted.backend, *(["--small"] if wanted.small else [])]
     with ThreadPoolExecutor(len(OPS)) as pool:
-        for op in OPS:
-            pool.submit(measure_apart, op, options, wanted.seconds, tell)
+        running = [pool.submit(measure_apart, op, options, wanted.seconds, tell) for op in OPS]
+    for future in running:
+        future.result()  # raises what went wrong on this side
 
 
 if __name__ == "__main__":

@@ -76,15 +76,16 @@ def compare(apart: Answer, whole: Answer, dtype: str) -> Row:
 
     In bfloat16 two programs round differently, so that near ties may fall either way: there the
     tokens up to the first difference must have about the same logprobs, and so must, where they
-    differ first, the token that the one chose with the other.
+    differ first, the token that each chose with the other.
     """
     pairs = zip(apart.tokens, whole.tokens, strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     both = list(zip(apart.logprobs[:same], whole.logprobs[:same], strict=True))
     equal = apart.tokens == whole.tokens and len(apart.tokens) > 0
-    if same < len(apart.tokens):
-        other = whole.top[same] if same < len(whole.top) else {}
-        both.append((apart.logprobs[same], other.get(apart.tokens[same], -math.inf)))
+    for one, other in ((apart, whole), (whole, apart)):
+        if same < len(one.tokens):
+            there = other.top[same] if same < len(other.top) else {}
+            both.append((one.logprobs[same], there.get(one.tokens[same], -math.inf)))
     gap = max((abs(a - b) for a, b in both), default=math.inf)
     return {
         "tokens": len(apart.tokens),

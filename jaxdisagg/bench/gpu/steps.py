@@ -47,7 +47,8 @@ class Outcome:
 def run_step(step: Step, logs: Path, seconds: float) -> Outcome:
     """Run one step for at most `seconds`; it is ended with all that it started.
 
-    What it prints is in `logs`. A row with "passed": false fails the step.
+    What it prints is in `logs`. A row with "passed": false fails the step, and so does no row: a
+    program that measured nothing has shown nothing.
     """
     begin = time.monotonic()
     out, err = logs / f"{step.name}.out", logs / f"{step.name}.err"
@@ -70,7 +71,9 @@ def run_step(step: Step, logs: Path, seconds: float) -> Outcome:
     took = time.monotonic() - begin
     if status is None:
         return Outcome(step.name, "timeout", took, rows, said)
-    good = status == 0 and all(row.get("passed", True) for row in rows)
+    if status == 0 and not rows:
+        said = f"it ended without a row\n{said}".strip()
+    good = status == 0 and bool(rows) and all(row.get("passed", True) for row in rows)
     return Outcome(step.name, "passed" if good else "failed", took, rows, "" if good else said)
 
 
