@@ -1,6 +1,7 @@
 """Cutting rows of unequal length into pieces of nearly equal work.
 
-A decode kernel runs one block of threads per piece and KV head. Every piece attends to a range of
+A decode kernel runs one block of threads per piece and KV head, or, of latents, which all heads
+share, per piece and tile of heads. Every piece attends to a range of
 its row's tokens by itself; softmax being what it is, the pieces' results merge exactly by the
 logarithms of their weights' sums (flash decoding, Dao et al., 2023).
 """
@@ -11,8 +12,6 @@ import jax
 import jax.numpy as jnp
 
 PROCESSORS = 132  # streaming multiprocessors of an H100 SXM or H200
-
-
 # Merging a row's pieces goes one by one; so many are enough for one row to use the whole bandwidth.
 ROW_PIECES = 96
 

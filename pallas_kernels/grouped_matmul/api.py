@@ -17,8 +17,14 @@ def grouped_matmul(
     x [M, K], the rows of group 0 first, then those of group 1, ...; sizes [E] i32, the rows of each
     group, M at most in sum; weights one array [E, K, N], or two: then a row is silu(x @ first) *
     (x @ second). Returns [M, N] in x's dtype, products summed in f32; rows past the last group hold
-    anything. Works on local shards inside a shard_map. Raises ValueError for shapes that do not fit
-    and for a back end that is unknown or does not take them.
+    anything. Works on local shards inside a shard_map.
+
+    Back ends: "reference", "xla" (`lax.ragged_dot`), "mosaic_gpu" (Hopper; bf16, K and N multiples
+    of 64), "mosaic_interpret" (that kernel on a CPU). "auto" is "mosaic_gpu" in programs for CUDA
+    if it takes the operands, else "xla".
+
+    Raises ValueError for shapes that do not fit, for an unknown back end, and for one that does not
+    take the operands.
     """
     if not 1 <= len(weights) <= 2:
         raise ValueError(f"weights: {len(weights)} arrays, expected one or two")
@@ -44,5 +50,5 @@ def grouped_matmul(
         "mosaic_interpret": functools.partial(kernel, interpret=True),
     }
     backends = {name: backend_of(call) for name, call in calls.items()}
-    unsupported = mosaic_gpu.supports(x, weights, sizes)
+    unsupported = mosaic_gpu.supports(x, weights)
     return dispatch(backend, backends, (x, sizes, *weights), unsupported)

@@ -4,7 +4,7 @@ XLA operations list the tiles: rows are cut at multiples of a tile's rows, where
 and between groups, so a tile has one matrix; the rows of its block that are of other groups are
 multiplied too and not stored. There are as many blocks of threads as tiles at most; what is not
 needed ends at once, so no host waits for the sizes. One warpgroup loads rows and matrices into a
-ring of shared memory, one or two multiply 64 rows each.
+ring of shared memory, one or two multiply 64 rows each. Not run on hardware.
 """
 
 import functools
@@ -24,9 +24,8 @@ MAX_STAGES = 4
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
-def supports(x: Shaped, weights: Sequence[Shaped], sizes: Shaped) -> str | None:
+def supports(x: Shaped, weights: Sequence[Shaped]) -> str | None:
     """Why the kernel does not take these shapes and dtypes; None if it does."""
-    del sizes
     for name, array in (("x", x), *(("weights", w) for w in weights)):
         if array.dtype != jnp.bfloat16:
             return f"{name} is {array.dtype}, not bfloat16"

@@ -30,8 +30,15 @@ def mla_prefill(
     section 2.1). Token t attends to positions 0..positions[t] of its row. Returns [T, N, Hv] in q's
     dtype; padding gives zeros. Any order of tokens is right; tokens of one row side by side are
     fast. Softmax in f32. What lies past the last attended position of a row, NaN included, never
-    reaches a result. Works on local shards of any number of heads inside a shard_map. Raises
-    ValueError for shapes that do not fit and for a back end that is unknown or does not take them.
+    reaches a result. Works on local shards of any number of heads inside a shard_map.
+
+    Back ends: "reference", "xla", "mosaic_gpu" (Hopper; bf16, Hn, C, Hv and R multiples of 64
+    that shared memory has room for, as it has for DeepSeek-V3's 128, 64, 128 and 512; scale > 0),
+    "mosaic_interpret" (that kernel on a CPU). "auto" is "mosaic_gpu" in programs for CUDA if it
+    takes the operands, else "xla".
+
+    Raises ValueError for shapes that do not fit, for an unknown back end, and for one that does not
+    take the operands.
     """
     check_latent(q, cache, page_table)
     if w_uk.ndim != 3 or w_uv.ndim != 3:
@@ -61,6 +68,6 @@ def mla_prefill(
         "mosaic_gpu": kernel,
         "mosaic_interpret": functools.partial(kernel, interpret=True),
     }
-    unsupported = mosaic_gpu.supports(q, cache, page_table, w_uk, w_uv)
+    unsupported = mosaic_gpu.supports(q, cache, w_uk, w_uv, scale)
     operands = (q, cache, rows, positions, page_table, w_uk, w_uv)
     return dispatch(backend, backends, operands, unsupported)

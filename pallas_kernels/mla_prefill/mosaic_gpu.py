@@ -3,7 +3,8 @@
 The keys that the batch sees, row after row, are cut into windows of a bounded number of keys. Of
 each window the latents are gathered and made into plain keys and values, once for all the tokens,
 by a matmul that ends where the keys do; `window.attend` then gives what every token sees of it, and
-windows are merged by their log-sum-exps. docs/adr/0013 says why decompressed and what it costs.
+windows are merged by their log-sum-exps. docs/adr/0013 says why decompressed and what it costs. Not
+run on hardware.
 """
 
 import functools
@@ -15,21 +16,20 @@ from jax import lax
 from pallas_kernels.grouped_matmul.mosaic_gpu import grouped_matmul
 from pallas_kernels.mla_prefill.window import KEY_BLOCK, QUERY_BLOCK, attend, shared_bytes
 from pallas_kernels.mosaic import SHARED_LIMIT
+from pallas_kernels.splitting import PROCESSORS
 
 # Keys of a window: many enough that merging windows costs little beside attending (16 KiB of
 # traffic per token and window of 16 heads against 84 MFLOP), and no more than fit the bytes for
 # plain keys and values.
 WINDOW_KEYS, WINDOW_BYTES = 8192, 256 << 20
-PROCESSORS = 132  # of an H100 or H200, each with one block at a time
 
 Parts = list[tuple[jax.Array, jax.Array]]  # outputs f32 [T, N*Hv] and log-sum-exps f32 [N, T]
 
 
 def supports(
-    q: jax.Array, cache: jax.Array, page_table: jax.Array, w_uk: jax.Array, w_uv: jax.Array
+    q: jax.Array, cache: jax.Array, w_uk: jax.Array, w_uv: jax.Array, scale: float
 ) -> str | None:
-    """Why the kernel does not take these shapes and dtypes; None if it does."""
-    del page_table
+    """Why the kernel does not take these operands of `api.mla_prefill`; None if it does."""
     for name, array in (("q", q), ("cache", cache), ("w_uk", w_uk), ("w_uv", w_uv)):
         if array.dtype != jnp.bfloat16:
             return f"{name} is {array.dtype}, not bfloat16"
@@ -42,6 +42,8 @@ def supports(
     if needed > SHARED_LIMIT:
         widths = f"Hn + C = {nope} + {rotated} and Hv = {v_dim}"
         return f"{widths} need {needed} bytes of shared memory, of {SHARED_LIMIT}"
+    if scale <= 0:
+        return f"scale {scale} is not positive"
     return None
 
 
@@ -65,7 +67,8 @@ def mla_prefill(
 
     Memory is twice the result in f32, and the keys and values of one window of at most
     `window_keys` keys (a multiple of 128), cut into `splits` parts, by default as many as give all
-    processors work. Plain keys and values are rounded to bf16, as published.
+    processors work, of which each has one block at a time. Plain keys and values are rounded to
+    bf16, as published.
     """
     tokens, heads, width = q.shape
     nope, latent = w_uk.shape[1:]

@@ -4,7 +4,7 @@ A block of 128 queries of one head has three warpgroups: one loads keys and valu
 shared memory, two compute 64 queries each with an online softmax in registers. Blocks of one head
 run side by side, so that its keys stay in the second-level cache, those of the last tokens first:
 they see most, so the short ones fill the end. Few queries would leave processors idle: then blocks
-share a window's keys.
+share a window's keys. Not run on hardware.
 """
 
 import functools

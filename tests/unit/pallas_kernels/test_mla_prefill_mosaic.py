@@ -134,7 +134,7 @@ ALWAYS = (
 )
 def test_seeded_bugs_are_caught(name):
     case = make_case([(1, 540, 90), (0, 3, 30)])
-    broken = seeded(mosaic_gpu, "PROCESSORS = 132", "PROCESSORS = 132  # a copy")
+    broken = seeded(mosaic_gpu, "256 << 20", "256 << 20  # a copy")
     broken.attend = seeded(window, *BUGS[name]).attend
     with pytest.raises((Race, AssertionError, jax.errors.JaxRuntimeError)):
         np.testing.assert_allclose(run(case, broken, splits=1), truth(case), atol=TOLERANCE)
@@ -143,7 +143,7 @@ def test_seeded_bugs_are_caught(name):
 def test_a_copy_without_a_bug_passes():
     """What the seeded bugs are compared with."""
     case = make_case([(1, 540, 90), (0, 3, 30)])
-    copy = seeded(mosaic_gpu, "PROCESSORS = 132", "PROCESSORS = 132  # a copy")
+    copy = seeded(mosaic_gpu, "256 << 20", "256 << 20  # a copy")
     copy.attend = seeded(window, "STAGES = 2", "STAGES = 2  # a copy").attend
     ours = run(case, copy, splits=1)
     np.testing.assert_allclose(ours, truth(case), atol=TOLERANCE, rtol=0)
@@ -164,8 +164,8 @@ def operands(**changes):
     return [jax.ShapeDtypeStruct(*s) for s in shapes.values()]
 
 
-def lowered(*args, backend="auto"):
-    step = jax.jit(functools.partial(mla_prefill, scale=SCALE, backend=backend))
+def lowered(*args, backend="auto", scale=SCALE):
+    step = jax.jit(functools.partial(mla_prefill, scale=scale, backend=backend))
     return step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -215,6 +215,16 @@ def test_what_does_not_fit_is_refused_by_name_and_left_to_xla(changes, reason):
     with pytest.raises(ValueError, match=f"backend: 'mosaic_gpu' does not take .*: {reason}"):
         lowered(*args, backend="mosaic_gpu")
     assert "mosaic_gpu" not in lowered(*args)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.07])
+def test_a_scale_that_is_not_positive_is_left_to_xla(scale):
+    """The kernel's softmax takes a row's largest product for its largest score."""
+    with pytest.raises(
+        ValueError, match=f"backend: 'mosaic_gpu' .*: scale {scale} is not positive"
+    ):
+        lowered(*operands(), backend="mosaic_gpu", scale=scale)
+    assert "mosaic_gpu" not in lowered(*operands(), scale=scale)
 
 
 def test_cost():
