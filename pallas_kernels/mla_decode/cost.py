@@ -1,7 +1,8 @@
 """What latent decode attention moves and computes, and what its kernel's design follows from.
 
 Counts for one step of the kernel (64 tokens, R 512, C 64) on an H200: 4.8 TB/s and 989 TFLOP/s of
-bf16 over 132 processors of 1.83 GHz are 36.4 bytes a ns and 4096 FLOP a cycle for each.
+bf16 over 132 processors of 1.83 GHz are 36.4 bytes a ns and 4096 FLOP a cycle for each. The
+decision is docs/adr/0016.
 
 * Device memory: 64 * 576 * 2 = 73,728 bytes, 2.03 us in bf16, 1.01 us in fp8.
 * Tensor cores, heads as wgmma's columns: scores take 36 instructions, sums 32. One with 64 columns
