@@ -1,1 +1,1 @@
-"""Paged-attention operations: one folder per op with its reference and its back ends."""
+"""Paged attention and experts' matmuls: a folder per op with its reference and back ends."""
