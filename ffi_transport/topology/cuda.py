@@ -20,12 +20,10 @@ _TEXT_BYTES = 256
 _ADDRESS_BYTES = 32
 
 ATTRIBUTES: Mapping[str, int] = {
-    "multiprocessors": 16,
     "compute_mode": 20,
     "capability_major": 75,
     "capability_minor": 76,
     "memory_mapping": 102,  # cuMemCreate and its like
-    "export_descriptor": 103,  # of such memory, to another process
     "rdma_with_memory_mapping": 110,
     "rdma": 116,
     "rdma_flush_options": 117,

@@ -66,7 +66,7 @@ def findings(values: Values) -> list[Finding]:
     if values["cuda_python"]:
         found.append(Finding(SUBJECT, "cuda-python", values["cuda_python"]))
     else:
-        why = "the extras cuda12 and cuda13 bring it; allocating by cuMem needs it"
+        why = "cuda12 and cuda13 bring it; only ffi_transport/cumem.py uses it, which no node does"
         found.append(Finding(SUBJECT, "cuda-python", "-", "absent", why))
     return found
 
