@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdisagg.mesh import rank_devices
+from jaxdisagg.mesh import is_gpu, rank_devices
 from models.interface import CacheSpec
 
 
@@ -45,7 +45,7 @@ def _ordinal(device: jax.Device) -> int:
 
 def cuda_device(device: jax.Device) -> int | None:
     """The CUDA ordinal of a device, None for a CPU."""
-    return device.local_hardware_id if device.platform in ("gpu", "cuda") else None
+    return device.local_hardware_id if is_gpu(device) else None
 
 
 def _pointers(array: jax.Array) -> dict[int, tuple[int, int]]:

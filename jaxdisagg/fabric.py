@@ -19,6 +19,8 @@ from ffi_transport.topology import (
 )
 from ffi_transport.types import EngineConfig
 from jaxdisagg.config import NodeConfig
+from jaxdisagg.gpu_setup import first_platform
+from jaxdisagg.mesh import is_gpu
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +77,7 @@ def device_domains(
     if len(domains) < 2 or len(devices) < 2:
         return (None,) * len(devices)
     topology = _topology(sysfs)
-    addresses = cuda_addresses() if devices[0].platform in ("gpu", "cuda") else []
+    addresses = cuda_addresses() if is_gpu(devices[0]) else []
     ordinals = [device.local_hardware_id for device in devices]
     places: Sequence[str] | int = len(devices)
     if all(0 <= o < len(addresses) and topology.gpu(addresses[o]) for o in ordinals):
@@ -102,7 +104,7 @@ def _expected_devices(node: NodeConfig, topology: Topology) -> Sequence[str] | i
     The driver is not loaded where they decide nothing: with named NICs, or without RDMA.
     """
     count = node.mesh.devices // node.mesh.processes
-    on_cpu = os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu"
+    on_cpu = first_platform() == "cpu"
     chosen = not node.nics and any(nic.rdma and nic.problem is None for nic in topology.nics)
     if on_cpu or not chosen or not topology.gpus:
         return count

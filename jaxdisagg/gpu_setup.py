@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pkgutil
-from collections.abc import MutableMapping
 from importlib import import_module, metadata
 
 from jaxdisagg.config import NodeConfig
@@ -37,7 +36,7 @@ def visible_gpus() -> int:
     return len(cuda_addresses())
 
 
-def set_gpus(node: NodeConfig, environment: MutableMapping[str, str] = os.environ) -> None:
+def set_gpus(node: NodeConfig) -> None:
     """Let this process see its share of the node's GPUs and no other, and take its memory.
 
     Nothing is changed for a node without GPUs. CUDA_VISIBLE_DEVICES, where it is set, says which
@@ -50,16 +49,16 @@ def set_gpus(node: NodeConfig, environment: MutableMapping[str, str] = os.enviro
     gpus = node.mesh.gpus_of(node.process)
     if gpus:
         _check_jax(gpus)
-        environment[VISIBLE] = ",".join(_named(gpus, environment))
-        environment.setdefault("JAX_PLATFORMS", "cuda,cpu")
-        _check_there(gpus, environment[VISIBLE])
+        os.environ[VISIBLE] = ",".join(_named(gpus))
+        os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
+        _check_there(gpus, os.environ[VISIBLE])
     if node.gpu_memory:
         # jax refuses both names at once; the second is the older one.
-        environment["XLA_CLIENT_MEM_FRACTION"] = f"{node.gpu_memory:g}"
-        environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{node.gpu_memory:g}"
+        os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
     if node.dtype == "float32" and (gpus or visible_gpus()):
         # By itself XLA multiplies float32 matrices in TF32 there, with 10 bits of mantissa.
-        environment.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+        os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
 
 def _words(gpus: tuple[int, ...]) -> str:
@@ -76,11 +75,11 @@ def _check_jax(gpus: tuple[int, ...]) -> None:
         )
 
 
-def _named(gpus: tuple[int, ...], environment: MutableMapping[str, str]) -> list[str]:
+def _named(gpus: tuple[int, ...]) -> list[str]:
     """The devices as CUDA_VISIBLE_DEVICES takes them."""
-    outer = environment.get(VISIBLE)
+    outer = os.environ.get(VISIBLE)
     if outer is None:
-        environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         return [str(gpu) for gpu in gpus]
     names = [name.strip() for name in outer.split(",") if name.strip()]
     for gpu in gpus:

@@ -83,3 +83,8 @@ def node_devices(count: int, processes: int) -> list[jax.Device]:
 def rank_devices(mesh: Mesh) -> list[jax.Device]:
     """Devices in rank order: rank = dp_rank * tp + tp_rank."""
     return list(mesh.devices.reshape(-1))
+
+
+def is_gpu(device: jax.Device) -> bool:
+    """Whether a device, of this process or another, is a CUDA one."""
+    return device.platform in ("gpu", "cuda")

@@ -2,7 +2,7 @@
 
 from ffi_transport.engine import TransferEngine
 from jaxdisagg.cache import PagedCache
-from jaxdisagg.mesh import rank_devices
+from jaxdisagg.mesh import is_gpu, rank_devices
 
 
 def open_slots(engine: TransferEngine, cache: PagedCache) -> None:
@@ -10,7 +10,7 @@ def open_slots(engine: TransferEngine, cache: PagedCache) -> None:
 
     On CPUs nothing is needed. Raises FabricUnavailable when CUDA's driver refuses.
     """
-    if rank_devices(cache.mesh)[0].platform not in ("gpu", "cuda"):
+    if not is_gpu(rank_devices(cache.mesh)[0]):
         return
     shards = cache.shards()
     ordinals = sorted({shard.ordinal for shard in shards})
