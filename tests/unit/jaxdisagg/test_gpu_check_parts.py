@@ -99,6 +99,21 @@ def test_an_operation_that_hangs_or_dies_takes_no_other_with_it(monkeypatch, tmp
     ]  # fmt: skip
 
 
+def test_what_is_raised_beside_the_operations_ends_the_numerics(monkeypatch):
+    begun: list[str] = []
+
+    def fails(op, *_):
+        begun.append(op)
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(numerics, "measure_apart", fails)
+    monkeypatch.setattr(numerics, "take_stdout", lambda: begun.append)
+    monkeypatch.setattr(numerics.sys, "argv", ["numerics", "--small"])
+    with pytest.raises(OSError, match="no more processes"):
+        numerics.main()
+    assert set(begun) == set(kernel_cases.OPS)
+
+
 # ---- transfers -------------------------------------------------------------------------------
 
 
