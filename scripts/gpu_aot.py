@@ -6,7 +6,8 @@ newest jax that was checked and for the oldest that is supported; pyproject.toml
 whose pins have not changed is used again. Then `jaxdisagg.gpu_aot` runs in each, and in the first
 the tests that seed failures (tests/gpu_aot), unless it is --only for some cases.
 
-Options are handed on to `jaxdisagg.gpu_aot`, as in: --only mla --json figures.json
+Options are handed on to `jaxdisagg.gpu_aot`, as in: --only mla --json figures.json. The oldest jax
+compiles for H200 alone, unless --chips says otherwise.
 """
 
 import fcntl
@@ -25,6 +26,7 @@ CONFIGS = REPOSITORY / "scripts" / "model_configs"
 # Dependency groups of pyproject.toml: what all environments share, and what each adds.
 SHARED = "gpu-aot-cuda"
 ENVIRONMENTS = ("gpu-aot", "gpu-aot-oldest")
+WRONG_OPTION = 2  # typer's exit status
 # Of the caller's: another cache would hide that a kernel has no report, flags change the programs.
 UNWANTED = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "MOSAIC_GPU_DUMP_TO")
 
@@ -58,21 +60,19 @@ def make_layer(group: str) -> Path:
     return folder
 
 
-def run(layers: Sequence[Path], *arguments: str) -> bool:
-    """Run this Python over the layers; whether it ended well."""
+def run(layers: Sequence[Path], *arguments: str) -> int:
+    """Run this Python over the layers; its exit status."""
     environment = {name: v for name, v in os.environ.items() if name not in UNWANTED}
     environment |= {
         "PYTHONPATH": os.pathsep.join(map(str, layers)),
         "JAX_PLATFORMS": "cpu",  # else the plugin looks for a driver
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
-    return (
-        subprocess.run([sys.executable, *arguments], env=environment, check=False).returncode == 0
-    )
+    return subprocess.run([sys.executable, *arguments], env=environment, check=False).returncode
 
 
 def main(options: Sequence[str]) -> int:
-    """All environments; 1 if a check failed in one."""
+    """All environments; 1 if a check failed in one, 2 for a wrong option."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -88,10 +88,14 @@ def main(options: Sequence[str]) -> int:
             return 1
     newest, oldest = (layers[group] for group in ENVIRONMENTS)
     job = ("-m", "jaxdisagg.gpu_aot", "--configs", str(CONFIGS))
-    well = run(newest, *job, *options)
+    status = run(newest, *job, *options)
+    if status == WRONG_OPTION or "--help" in options:
+        return status
+    failed = [status]
     if not any(option.startswith("--only") for option in options):
-        well &= run(newest, "-m", "pytest", "-q", "tests/gpu_aot")
-    return 0 if run(oldest, *job, "--chips", "H200", *_without_files(options)) and well else 1
+        failed.append(run(newest, "-m", "pytest", "-q", "tests/gpu_aot"))
+    failed.append(run(oldest, *job, "--chips", "H200", *_without_files(options)))
+    return 1 if any(failed) else 0
 
 
 def _without_files(options: Sequence[str]) -> list[str]:

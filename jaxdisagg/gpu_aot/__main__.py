@@ -12,7 +12,7 @@ import jax
 import typer
 from rich.console import Console
 
-from jaxdisagg.bench.report import check_json, environment, write_json
+from jaxdisagg.bench.report import environment, write_json
 from jaxdisagg.gpu_aot import report
 from jaxdisagg.gpu_aot.chips import CHIPS
 from jaxdisagg.gpu_aot.job import Result, run_all
@@ -33,7 +33,9 @@ def main(
     wanted = [chip for chip in CHIPS if chip.name in chips.split(",")]
     if len(wanted) != len(chips.split(",")):
         raise typer.BadParameter(f"chips: {chips!r}, must be some of {CHIP_NAMES}")
-    check_json(json)
+    for name, file in (("json", json), ("markdown", markdown)):
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise typer.BadParameter(f"{name}: {file} is a folder or in none")
     console = Console(width=150 if not sys.stdout.isatty() else None)
     kernels = [case for case in kernel_cases() if only in case.name]
     steps = [case for case in STEP_CASES if only in case.name]

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
+
 from ffi_transport.trigger import TARGET
 from jaxdisagg.gpu_aot import hlo
 from jaxdisagg.gpu_aot.chips import Chip
@@ -135,7 +137,8 @@ def _check_trigger(step: Step, compiled: Compiled) -> list[str]:
     # Few operations in a row are not captured, as those after the last layer, with the context's
     # trigger; and jax 0.11.2 captures no custom call at all, Mosaic GPU kernels included.
     thunks = compiled.thunks
-    if thunks.captured_calls and thunks.other_calls > 1:
+    captures = jax.__version_info__ >= (0, 12) or thunks.captured_calls
+    if captures and thunks.other_calls > 1:
         failures.append(
             f"the trigger is not captured into command buffers: {thunks.captured_calls} custom "
             f"calls are inside, {thunks.other_calls} outside, of which one may be"

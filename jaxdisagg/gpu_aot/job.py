@@ -1,12 +1,13 @@
 """Compiling all cases, each in a process of its own, and judging each."""
 
+import functools
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -131,25 +132,38 @@ def run_all(
 ) -> Iterator[Result]:
     """Every case on every chip, in order, `at_once` of them at once, each in a fresh process.
 
-    A process that has compiled a kernel would not report on it again. One that dies is a failure of
-    its case, and of those after it.
+    A process that has compiled a kernel would not report on it again. One that dies takes the pool
+    with it, so what was under way or waiting then runs again, each in a pool of its own.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(at_once, context, max_tasks_per_child=1) as pool:
-        tasks: list[tuple[Future[Any], Result]] = []  # each with what it is if it dies
-        for chip in chips:
-            for case in steps:
-                lost = StepResult(case, chip, 0.0, failures=["its process died"])
-                tasks.append((pool.submit(run_step, case, chip, configs), lost))
-            for case in kernels:
-                lost = KernelResult(case, chip, 0.0, failures=["its process died"])
-                tasks.append((pool.submit(run_kernel, case, chip), lost))
-        for task, lost in tasks:
+    jobs: list[tuple[Callable[[], Result], Result]] = []  # each with what it is if it dies
+    for chip in chips:
+        for case in steps:
+            lost = StepResult(case, chip, 0.0, failures=["its process died"])
+            jobs.append((functools.partial(run_step, case, chip, configs), lost))
+        for case in kernels:
+            lost = KernelResult(case, chip, 0.0, failures=["its process died"])
+            jobs.append((functools.partial(run_kernel, case, chip), lost))
+    with _processes(at_once) as pool:
+        tasks = [pool.submit(job) for job, _ in jobs]
+        for task, (job, lost) in zip(tasks, jobs, strict=True):
             try:
                 yield task.result()
             except BrokenProcessPool:
-                yield lost
+                yield _alone(job, lost)
+
+
+def _processes(at_once: int) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return ProcessPoolExecutor(at_once, context, max_tasks_per_child=1)
+
+
+def _alone(job: Callable[[], Result], lost: Result) -> Result:
+    with _processes(1) as pool:
+        try:
+            return pool.submit(job).result()
+        except BrokenProcessPool:
+            return lost
 
 
 def _brief(error: Exception) -> str:

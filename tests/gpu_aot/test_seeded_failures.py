@@ -128,7 +128,9 @@ def test_a_step_whose_kernel_is_not_there_is_named():
     assert any("0 calls of the kernel another_kernel, must be 1" in f for f in failures), failures
 
 
-def test_a_compiler_that_dies_is_a_failure_of_its_case():
+def test_a_compiler_that_dies_is_a_failure_of_its_case_alone():
     case = KernelCase("crash", "none", functools.partial(os._exit, 3), (), NOTHING)
-    (result,) = run_all([case], [], [H200], CONFIGS, at_once=1)
-    assert result.failures == ["its process died"]
+    plain = KernelCase("plain", "no kernel", jnp.sin, (((8,), "float32"),), NOTHING)
+    before, died, after = run_all([plain, case, plain], [], [H200], CONFIGS, at_once=2)
+    assert died.failures == ["its process died"]
+    assert before.failures == after.failures == ["no Mosaic GPU kernel in it"]

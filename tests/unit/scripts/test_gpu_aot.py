@@ -28,13 +28,14 @@ class Commands:
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[str], dict[str, str]]] = []
-        self.fails = ""  # a word of the commands that end with 1
+        self.fails = ""  # words of the commands that end with `status`
+        self.status = 1
 
     def __call__(
         self, command: list[str], *, check: bool, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         self.asked.append((command, env or {}))
-        code = int(bool(self.fails) and self.fails in " ".join(command))
+        code = self.status if self.fails and self.fails in " ".join(command) else 0
         if not code and "--target" in command:
             Path(command[command.index("--target") + 1]).mkdir(parents=True)
         if code and check:
@@ -108,6 +109,12 @@ def test_a_failure_of_any_part_is_the_end_status(commands: Commands, part: str):
     commands.fails = part
     assert script.main([]) == 1
     assert len(commands.asked) == 6, "all parts run, so that one failure does not hide another"
+
+
+def test_a_wrong_option_ends_it_at_once(commands: Commands):
+    commands.fails, commands.status = "-m jaxdisagg.gpu_aot", 2
+    assert script.main(["--chips", "B200"]) == 2
+    assert len(commands.asked) == 4, "three layers, and the part that refuses the option"
 
 
 def test_pins_are_exact_and_what_is_there_is_not_installed_again(monkeypatch: pytest.MonkeyPatch):
