@@ -1,10 +1,11 @@
 """All that this project uses of Pallas' Mosaic GPU back end, under names of its own.
 
-The library calls its interface unstable, so no other module imports it: where two releases differ,
-the difference is here. Kernels are written for Hopper (sm_90a): loads by the tensor memory
-accelerator (TMA) into swizzled shared memory, `wgmma` matmuls of 64 rows, warpgroups that take
-different parts. "Ref" is a reference to global or shared memory that a kernel is given; a slice of
-one is `ref.at[...]`, one dynamic index or `span` per axis.
+The library calls its interface unstable, so no module imports it but this one and `mosaic_turned`,
+its supplement for products with turned sides: where two releases differ, the difference is in these
+two. Kernels are written for Hopper (sm_90a): loads by the tensor memory accelerator (TMA) into
+swizzled shared memory, `wgmma` matmuls of 64 rows, warpgroups that take different parts. "Ref" is a
+reference to global or shared memory that a kernel is given; a slice of one is `ref.at[...]`, one
+dynamic index or `span` per axis.
 
 Every kernel also runs on a CPU in the library's interpret mode, which reports data races. What that
 mode lacks is made up for here; functions that differ there take `interpret`.
@@ -12,7 +13,8 @@ mode lacks is made up for here; functions that differ there take `interpret`.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from itertools import product
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +22,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paging import MASKED
-
 TILE_ROWS = 64  # rows of one wgmma
 SHARED_LIMIT = 232_448  # bytes of shared memory that one block may have on Hopper
 # Softmax is taken in base 2, the exponential that the hardware has: scores times this.
 LOG2_E = math.log2(math.e)
-# What an online softmax begins at: below any real score, and far above a masked one however scaled.
-# Beginning at a masked score, a row that sees nothing yet would weigh by the exponential of how a
-# masked product differs from itself rounded: 1, or infinity where the two are one multiply-add.
-FLOOR = -1e20
 WARPGROUP = "warpgroup"  # the axis whose index tells a block's warpgroups apart
 
 Ref = Any  # the library's references have no public type
@@ -188,6 +184,20 @@ def read_e4m3(ref: Ref) -> jax.Array:
     return lax.bitcast_convert_type(read_bytes, jnp.float8_e4m3fn).astype(jnp.float16)
 
 
+def clear_rows(tile: Ref, live: jax.Array) -> None:
+    """Zero a shared tile [rows, columns] from row `live` on, and `commit` it.
+
+    For values whose weights are 0, which would keep a NaN. Both sizes are multiples of 64.
+    """
+    rows, columns = tile.shape
+    for row, column in product(range(0, rows, 64), range(0, columns, 64)):
+        part = tile.at[span(row, 64), span(column, 64)]
+        values = read(part)
+        kept = ids(64, 64, axis=0) + row < live
+        part[...] = jnp.where(kept, values, jnp.zeros((), values.dtype))
+    commit()
+
+
 def read_per_row(ref: Ref) -> jax.Array:
     """The contents [rows] of shared or global memory, spread as the rows of a wgmma result."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
@@ -262,48 +272,3 @@ def add_product(acc: Ref, a: Ref, b: Ref) -> None:
 def wait_products(but: int) -> None:
     """Wait for this warpgroup's products, all but the last `but` of them."""
     plgpu.wgmma_wait(but)
-
-
-# Online softmax -----------------------------------------------------------------------------------
-
-
-class Softmax(NamedTuple):
-    """What an online softmax has seen of each row, in base 2 (Milakov and Gimelshein, 2018).
-
-    top: f32 [M], the largest scaled score times log2(e); total: f32 [M], the sum of the weights.
-    """
-
-    top: jax.Array
-    total: jax.Array
-
-
-def softmax_start(rows: int) -> Softmax:
-    """Nothing seen."""
-    return Softmax(per_row(FLOOR, rows), per_row(0.0, rows))
-
-
-def softmax_step(
-    seen: Softmax, products: jax.Array, scale: float
-) -> tuple[Softmax, jax.Array, jax.Array]:
-    """Take in a block of products q.k [M, N], the masked ones MASKED; scale > 0.
-
-    Returns what is seen now, the block's weights f32 [M, N], and the factor f32 [M] by which
-    everything accumulated before has to shrink.
-    """
-    factor = scale * LOG2_E
-    # Kept in scaled units, so that the scaling is one fused multiply-add with the subtraction.
-    top = jnp.maximum(seen.top, products.max(axis=1) * factor)
-    weights = jnp.exp2(products * factor - across(top, products))
-    decay = jnp.exp2(seen.top - top)
-    return Softmax(top, seen.total * decay + weights.sum(axis=1)), weights, decay
-
-
-def softmax_divide(seen: Softmax, acc: jax.Array) -> jax.Array:
-    """The accumulated values [M, D] over the weights' sum; rows that saw nothing stay 0."""
-    return acc * across(1.0 / jnp.maximum(seen.total, 1e-30), acc)
-
-
-def softmax_lse(seen: Softmax) -> jax.Array:
-    """Log2 of the sum of all weights before shrinking, f32 [M]; MASKED where nothing was seen."""
-    total = jnp.maximum(seen.total, 1e-30)
-    return jnp.where(seen.total > 0, seen.top + jnp.log(total) * LOG2_E, MASKED)

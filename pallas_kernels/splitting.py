@@ -1,9 +1,9 @@
 """Cutting rows of unequal length into pieces of nearly equal work.
 
 A decode kernel runs one block of threads per piece and KV head, or, of latents, which all heads
-share, per piece and tile of heads. Every piece attends to a range of
-its row's tokens by itself; softmax being what it is, the pieces' results merge exactly by the
-logarithms of their weights' sums (flash decoding, Dao et al., 2023).
+share, per piece and tile of heads. Every piece attends to a range of its row's tokens by itself;
+softmax being what it is, the pieces' results merge exactly by the logarithms of their weights' sums
+(flash decoding, Dao et al., 2023).
 """
 
 from typing import NamedTuple

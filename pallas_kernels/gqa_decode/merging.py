@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic
-from pallas_kernels.mosaic import TILE_ROWS, Ref, Softmax
+from pallas_kernels import mosaic, online_softmax
+from pallas_kernels.mosaic import TILE_ROWS, Ref
+from pallas_kernels.online_softmax import Softmax
 
 STAGES = 2  # three blocks of threads of head dim 128 fit on a processor
 
@@ -68,9 +69,9 @@ def merge(
 
             return acc, Softmax(top, seen.total * decay + weight)
 
-        carry = mosaic.zeros(TILE_ROWS, head_dim), mosaic.softmax_start(TILE_ROWS)
+        carry = mosaic.zeros(TILE_ROWS, head_dim), online_softmax.start(TILE_ROWS)
         acc, seen = lax.fori_loop(first, end, step, carry)
-        out_tile[...] = (mosaic.softmax_divide(seen, acc) * scale_ref[tile]).astype(dtype)
+        out_tile[...] = (online_softmax.divide(seen, acc) * scale_ref[tile]).astype(dtype)
         mosaic.commit()
         mosaic.store(out_tile.at[mosaic.span(0, per_tile)], out_ref.at[row, tile])
         mosaic.drain_stores()

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic, splitting
+from pallas_kernels import mosaic, online_softmax, splitting
 from pallas_kernels.gqa_decode.merging import merge
 from pallas_kernels.mosaic import TILE_ROWS, Ref
+from pallas_kernels.paging import MASKED
 
 HEAD_DIMS = (64, 128)  # 256 columns of the result take more registers than a thread has
 # What a block may have of shared memory if two are to be on one processor: half of its 228 KiB,
@@ -211,12 +212,10 @@ def _pieces(
             products = mosaic.scores(q_tile, k)
             if quantized:
                 products *= k_scale
-            products = jnp.where(
-                mosaic.ids(*products.shape, axis=1) < live, products, mosaic.MASKED
-            )
-            seen, weights, decay = mosaic.softmax_step(seen, products, scale)
+            products = jnp.where(mosaic.ids(*products.shape, axis=1) < live, products, MASKED)
+            seen, weights, decay = online_softmax.step(seen, products, scale)
             if not quantized:
-                mosaic.when(live < tile)(functools.partial(_clear, v, live))
+                mosaic.when(live < tile)(functools.partial(mosaic.clear_rows, v, live))
             acc = mosaic.accumulate(
                 acc * mosaic.across(decay, acc), weights.astype(q.dtype), v, interpret=interpret
             )
@@ -227,11 +226,11 @@ def _pieces(
 
         carry = (
             mosaic.zeros(TILE_ROWS, head_dim),
-            mosaic.softmax_start(TILE_ROWS),
+            online_softmax.start(TILE_ROWS),
             page_ids(first + stages),
         )
         acc, seen, _ = lax.fori_loop(first, end, step, carry)
-        acc = mosaic.softmax_divide(seen, acc)
+        acc = online_softmax.divide(seen, acc)
         # All loads have been waited for, so the memory of a stage serves for the result: in two
         # halves of 16 bits, as 64 rows of f32 would not fit into 64 of K.
         high = acc.astype(q.dtype)
@@ -239,7 +238,7 @@ def _pieces(
         staging = wide if quantized else (ring.at[0], ring.at[1])
         for half, part in zip(halves, staging, strict=True):
             part[:TILE_ROWS] = half
-        lse_ref[piece, q_index] = mosaic.softmax_lse(seen)
+        lse_ref[piece, q_index] = online_softmax.lse(seen)
         mosaic.commit()
         for i, part in enumerate(staging):
             result = part.at[mosaic.span(0, per_tile)]
@@ -272,16 +271,6 @@ def _pieces(
         interpret=interpret,
     )(q, slices, page_table, lengths, pieces, cache_scale)
     return halves, lse
-
-
-def _clear(v: Ref, live: jax.Array) -> None:
-    """Zero the rows of v from `live` on: a weight of 0 would keep a NaN."""
-    for at in range(0, v.shape[0], TILE_ROWS):
-        part = v.at[mosaic.span(at, TILE_ROWS)]
-        values = mosaic.read(part)
-        kept = mosaic.ids(*values.shape, axis=0) + at < live
-        part[...] = jnp.where(kept, values, jnp.zeros((), values.dtype))
-    mosaic.commit()
 
 
 def _widen(ring: Ref, wide: Ref, live: jax.Array) -> None:

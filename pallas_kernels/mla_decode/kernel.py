@@ -14,7 +14,7 @@ registers of two warpgroups. Per step
     summers  two, each with half of the latent columns: shrink, add.
 
 The scores are taken once, and the scorer is a step ahead of the summers where its weights have two
-buffers (up to 32 heads; with 64, shared memory has room for one).
+buffers (up to 32 heads; with 64, shared memory has room for one). docs/adr/0016 says why.
 """
 
 from collections.abc import Callable
@@ -36,6 +36,7 @@ from pallas_kernels.mla_decode.block import (
     Shape,
 )
 from pallas_kernels.mosaic import Ref, span
+from pallas_kernels.online_softmax import FLOOR
 from pallas_kernels.paging import MASKED
 
 
@@ -234,7 +235,9 @@ def _score(shape: Shape, mine: Scratch, run: Run, lse: Ref) -> None:
 
         @mosaic.when(left < STEP)
         def _() -> None:
-            _clear_dead(shape, mine.latents.at[block], left)
+            # A weight of 0 would not hide a NaN from the summers; the scorer, between its own
+            # matmul and theirs, clears what is past the row's end, in the last step alone.
+            mosaic.clear_rows(mine.latents.at[block, :, span(0, shape.latent)], left)
 
         buffer = wait_for_buffer(step)
         mosaic_turned.write_turned(mine.weights.at[buffer], weights.astype(shape.matmul_dtype))
@@ -243,7 +246,7 @@ def _score(shape: Shape, mine: Scratch, run: Run, lse: Ref) -> None:
         mosaic.arrive(mine.weighed.at[buffer])
         return new_top, totals
 
-    start = (mosaic_turned.per_column(mosaic.FLOOR, shape.heads), mosaic.zeros(STEP, shape.heads))
+    start = (mosaic_turned.per_column(FLOOR, shape.heads), mosaic.zeros(STEP, shape.heads))
     top, totals = lax.fori_loop(0, run.steps, score_step, start)
     total = totals.sum(axis=0)
     safe = jnp.maximum(total, 1e-30)
@@ -258,19 +261,6 @@ def _score(shape: Shape, mine: Scratch, run: Run, lse: Ref) -> None:
         mosaic.wait(mine.summed.at[buffer_of(step)])
 
     lax.fori_loop(jnp.maximum(run.steps + 1 - shape.buffers, 0), run.steps, drain, None)
-
-
-def _clear_dead(shape: Shape, latents: Ref, live: jax.Array) -> None:
-    """Zero the latents from row `live` on: a weight of 0 would not hide a NaN from the summers.
-
-    Only the last step of a row has such rows, so that this costs nothing elsewhere. The scorer does
-    it because it is between its own matmul and the summers', and commits anyway.
-    """
-    keep = mosaic.ids(STEP, 64, 0) < live
-    for at in range(0, shape.latent, 64):
-        tile = latents.at[:, span(at, 64)]
-        values = mosaic.read(tile)
-        mosaic_turned.write(tile, jnp.where(keep, values, jnp.zeros_like(values)))
 
 
 def _sum(shape: Shape, mine: Scratch, run: Run, half: jax.Array, out: Ref) -> None:

@@ -9,6 +9,7 @@ from jax import lax
 
 from pallas_kernels import mosaic, mosaic_turned
 from pallas_kernels.mosaic import Ref
+from pallas_kernels.online_softmax import FLOOR
 from pallas_kernels.paging import MASKED
 
 # Pieces read at once: one after the other, a row of many would take the memory's latency for each.
@@ -56,7 +57,7 @@ def merge(
             return total, new_top, weighed
 
         steps = (end - first + (TOGETHER - 1)) // TOGETHER
-        start = jnp.float32(0), jnp.float32(mosaic.FLOOR), mosaic_turned.vector(0.0, size)
+        start = jnp.float32(0), jnp.float32(FLOOR), mosaic_turned.vector(0.0, size)
         total, _, weighed = lax.fori_loop(0, steps, step, start)
         mean = weighed * (gain_ref[0] / jnp.maximum(total, 1e-30))
         mosaic_turned.write(out_ref.at[row, head], mean.astype(jnp.bfloat16))

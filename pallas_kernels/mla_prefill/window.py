@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic, online_softmax
 from pallas_kernels.mosaic import Ref
+from pallas_kernels.paging import MASKED
 
 QUERY_BLOCK = 2 * mosaic.TILE_ROWS
 KEY_BLOCK = 128
@@ -147,8 +148,8 @@ def attend(
                     mosaic.arrive(key_free.at[slot])
                     at = mosaic.ids(*products.shape, axis=1) + i * KEY_BLOCK
                     sees = at < mosaic.across(limit, products)
-                    products = jnp.where(sees, products, mosaic.MASKED)
-                    seen, weights, decay = mosaic.softmax_step(seen, products, scale)
+                    products = jnp.where(sees, products, MASKED)
+                    seen, weights, decay = online_softmax.step(seen, products, scale)
                     acc *= mosaic.across(decay, acc)
                     mosaic.wait(value_here.at[slot])
                     acc = mosaic.accumulate(
@@ -159,12 +160,12 @@ def attend(
 
                 return lax.fori_loop(*key_blocks(r), key_block, carry)
 
-            seen = mosaic.softmax_start(mosaic.TILE_ROWS)
+            seen = online_softmax.start(mosaic.TILE_ROWS)
             acc = mosaic.zeros(mosaic.TILE_ROWS, v_dim)
             _, seen, acc = lax.fori_loop(0, num_rows, row, (jnp.int32(0), seen, acc))
             of_head = mosaic.span(head * v_dim, v_dim)
-            out_ref[split, mine, of_head] = mosaic.softmax_divide(seen, acc)
-            lse_tile[part] = mosaic.softmax_lse(seen)
+            out_ref[split, mine, of_head] = online_softmax.divide(seen, acc)
+            lse_tile[part] = online_softmax.lse(seen)
             mosaic.commit()
             mosaic.store(lse_tile.at[part], lse_ref.at[split, head, mine])
             mosaic.drain_stores()

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic, online_softmax
 from pallas_kernels.mosaic import TILE_ROWS, Ref
 from pallas_kernels.paged_prefill import tiles
 from pallas_kernels.paged_prefill.tiles import Tiles
+from pallas_kernels.paging import MASKED
 
 HEAD_DIMS = (64, 128)
 QUERY_ROWS = 2 * TILE_ROWS  # a query row is one token with one query head
@@ -156,7 +157,7 @@ def _tiles(
                 def clear() -> None:
                     """Each warpgroup zeroes its half of what no token sees: it may be NaN."""
                     mosaic.wait(v_here.at[slot])
-                    _clear(v_ring.at[slot, mine], live - part * TILE_ROWS)
+                    mosaic.clear_rows(v_ring.at[slot, mine], live - part * TILE_ROWS)
 
                 if masked:
                     # Before the turn passes on, so that both halves are done when v is needed.
@@ -168,8 +169,8 @@ def _tiles(
                     visible = at < mosaic.across(limit - block * keys, products)
                     if keys < KEY_ROWS:
                         visible &= at < keys
-                    products = jnp.where(visible, products, mosaic.MASKED)
-                seen, weights, decay = mosaic.softmax_step(seen, products, scale)
+                    products = jnp.where(visible, products, MASKED)
+                seen, weights, decay = online_softmax.step(seen, products, scale)
                 acc = acc * mosaic.across(decay, acc)
                 # All of it is done before the other warpgroup's softmax has its turn.
                 acc, seen, weights = lax.optimization_barrier((acc, seen, weights.astype(q.dtype)))
@@ -192,14 +193,14 @@ def _tiles(
             mosaic.wait(q_here.at[part])
             mosaic.wait(k_here.at[jnp.int32(0)])
             mosaic.when(part == 1)(pass_turn)
-            carry = mosaic.zeros(TILE_ROWS, head_dim), mosaic.softmax_start(TILE_ROWS)
+            carry = mosaic.zeros(TILE_ROWS, head_dim), online_softmax.start(TILE_ROWS)
             full = jnp.int32(0)
             if keys == KEY_ROWS:
                 full = lax.div(shortest_ref[tile], jnp.int32(keys))
                 carry = lax.fori_loop(0, full, functools.partial(step, masked=False), carry)
             acc, seen = lax.fori_loop(full, blocks, functools.partial(step, masked=True), carry)
             mosaic.when(part == 0)(pass_turn)
-            q_tile[part] = mosaic.softmax_divide(seen, acc).astype(q.dtype)
+            q_tile[part] = online_softmax.divide(seen, acc).astype(q.dtype)
             mosaic.commit()
             mosaic.store(q_tile.at[part], out_ref.at[head, tile, mine])
             mosaic.drain_stores()
@@ -230,11 +231,3 @@ def _tiles(
         order.shortest,
     )  # fmt: skip
     return out
-
-
-def _clear(v: Ref, live: jax.Array) -> None:
-    """Zero the rows of v [64, H] from `live` on: a weight of 0 would keep a NaN."""
-    values = mosaic.read(v)
-    kept = mosaic.ids(*values.shape, axis=0) < live
-    v[...] = jnp.where(kept, values, jnp.zeros((), values.dtype))
-    mosaic.commit()

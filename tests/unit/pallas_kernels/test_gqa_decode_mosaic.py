@@ -97,10 +97,7 @@ BUGS = {
     "a slot overwritten before its matmuls": (PRODUCTS, REFILL + PRODUCTS),
     "result not committed": ("        mosaic.commit()\n        for i, part", "        for i, part"),
     "one key too many": ("axis=1) < live", "axis=1) <= live"),
-    "one value too many": (
-        "axis=0) + at < live\n        part",
-        "axis=0) + at <= live\n        part",
-    ),
+    "one value too many": ("clear_rows, v, live)", "clear_rows, v, live + 1)"),
     "widened bytes not committed": (
         "                mosaic.commit()\n                mosaic.when",
         "                mosaic.when",

@@ -170,7 +170,7 @@ BUGS = {
         "            pass\n\n        return",
     ),
     "one key too many": ("shape.heads, 0) < left", "shape.heads, 0) <= left"),
-    "one value too many": ("STEP, 64, 0) < live", "STEP, 64, 0) <= live"),
+    "one value too many": ("shape.latent)], left)", "shape.latent)], left + 1)"),
 }
 MORE_BUGS = {
     "one key too few": ("shape.heads, 0) < left", "shape.heads, 0) < left - 1"),

@@ -104,7 +104,7 @@ BUGS = {
     ),
     "result not committed": ("mosaic.commit()\n            mosaic.store", "mosaic.store"),
     "one key too many": ("visible = at < mosaic", "visible = at <= mosaic"),
-    "one value too many": ("axis=0) < live", "axis=0) <= live"),
+    "one value too many": ("live - part * TILE_ROWS)", "live - part * TILE_ROWS + 1)"),
 }
 MORE_BUGS = {
     "values not waited for": (
@@ -112,7 +112,7 @@ MORE_BUGS = {
         "",
     ),
     "values of no token kept": (
-        "_clear(v_ring.at[slot, mine], live - part * TILE_ROWS)",
+        "mosaic.clear_rows(v_ring.at[slot, mine], live - part * TILE_ROWS)",
         "pass",
     ),
     "one key too few": ("visible = at < mosaic", "visible = at + 1 < mosaic"),
