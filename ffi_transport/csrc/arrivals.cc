@@ -9,8 +9,8 @@
 namespace ffi_transport {
 namespace {
 
-// Between two looks at whether a slot is still wanted: small enough that a cancellation is not
-// kept waiting, large enough that an event after each batch costs nothing.
+// At most this between two looks at whether a slot is still wanted: small enough that a
+// cancellation is not kept waiting, large enough that an event after each batch costs nothing.
 constexpr size_t kBatchCopies = 256;
 constexpr uint64_t kBatchBytes = 32 << 20;
 
@@ -230,17 +230,22 @@ Status Arrivals::copy(Entry& entry) {
   Status status;
   const auto next = [&](const RegionPtr& region, const Landing::Run& run) {
     const auto lane = std::ranges::find(entry.copying, region->device, &DeviceLane::ordinal);
-    status = (*lane)->copy(region->address + run.offset, region->mirror->address() + run.offset,
-                           run.length);
-    if (!status.ok()) return false;
-    bump(stats_->arrival_copies);
-    bump(stats_->arrival_bytes, run.length);
-    bytes += run.length;
-    if (++copies < kBatchCopies && bytes < kBatchBytes) return true;
-    copies = 0;
-    bytes = 0;
-    status = drain(entry);
-    return status.ok() && !unwanted(entry);
+    const uint64_t end = run.offset + run.length;
+    uint64_t length = 0;
+    for (uint64_t offset = run.offset; offset < end; offset += length) {
+      length = std::min(end - offset, kBatchBytes - bytes);
+      status = (*lane)->copy(region->address + offset, region->mirror->address() + offset, length);
+      if (!status.ok()) return false;
+      bump(stats_->arrival_copies);
+      bump(stats_->arrival_bytes, length);
+      bytes += length;
+      if (++copies < kBatchCopies && bytes < kBatchBytes) continue;
+      copies = 0;
+      bytes = 0;
+      status = drain(entry);
+      if (!status.ok() || unwanted(entry)) return false;
+    }
+    return true;
   };
   if (unwanted(entry)) return {};
   for (const Landing& landing : entry.staged) {

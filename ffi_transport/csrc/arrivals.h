@@ -36,7 +36,7 @@ struct Landing {
     uint64_t length = 0;
   };
   std::vector<RegionPtr> regions;
-  std::vector<Run> runs;  // pages that follow each other are one
+  std::vector<Run> runs;  // pages that follow each other are one, however many
 
   // Page p is the bytes [p * page_bytes, (p + 1) * page_bytes) of each region. kInvalid for one
   // that leaves a region.
@@ -46,7 +46,8 @@ struct Landing {
 
 class Arrivals : public CountGate {
  public:
-  // `wait` bounds how long the copies of one slot may take before their device counts as hung.
+  // A slot's pages are copied in batches of at most 256 copies and 32 MiB. `wait` bounds how long
+  // one batch may take before its device counts as hung.
   Arrivals(const ImmCounters* counters, EventQueue* events, Stats* stats,
            std::chrono::milliseconds wait);
   ~Arrivals() override;

@@ -52,7 +52,7 @@ struct EngineOptions {
   bool trace = false;
   LoopbackOptions loopback;  // tests delay and reorder with it
   size_t trigger_ring = TriggerHub::kRingCapacity;
-  int arrival_timeout_ms = 10000;  // for the copies of one slot into its devices
+  int arrival_timeout_ms = 10000;  // for a batch of a slot's copies into its devices (arrivals.h)
 };
 
 class Engine : private DataPlane {
