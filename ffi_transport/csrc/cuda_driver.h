@@ -33,13 +33,10 @@ using Event = struct EventObject*;
 
 // Flags and attributes, by the place that they are given to.
 inline constexpr unsigned kHostAllocPortable = 1;  // usable from every context
-inline constexpr unsigned kHostAllocMapped = 2;    // has an address on the devices
-inline constexpr unsigned kHostRegisterPortable = 1;
 inline constexpr unsigned kStreamNonBlocking = 1;  // not ordered with the null stream
 inline constexpr unsigned kEventDisableTiming = 2;
 
 inline constexpr int kAttributeUnifiedAddressing = 41;
-inline constexpr int kAttributeGpuDirectRdma = 116;
 inline constexpr int kAttributeFlushWritesOptions = 117;
 inline constexpr int kAttributeRdmaWritesOrdering = 118;
 inline constexpr int kAttributeDmaBuf = 124;
@@ -50,7 +47,6 @@ inline constexpr int kOrderingOwner = 100;
 inline constexpr int kOrderingAllDevices = 200;
 inline constexpr int kFlushTargetCurrentContext = 0;
 inline constexpr int kFlushToOwner = 100;
-inline constexpr int kFlushToAllDevices = 200;
 
 inline constexpr int kRangeHandleDmaBuf = 1;
 
@@ -65,20 +61,15 @@ inline constexpr unsigned kMemoryTypeDevice = 2;
 // supported jax runs on has the first list; those of the second are newer and may be null.
 #define FFI_TRANSPORT_CUDA_FUNCTIONS(X)                                                            \
   X(init, cuInit, unsigned flags)                                                                  \
-  X(driver_get_version, cuDriverGetVersion, int* version)                                          \
   X(device_get, cuDeviceGet, cuda::Device* device, int ordinal)                                    \
   X(device_get_count, cuDeviceGetCount, int* count)                                                \
-  X(device_get_name, cuDeviceGetName, char* name, int size, cuda::Device device)                   \
   X(device_get_attribute, cuDeviceGetAttribute, int* value, int attribute, cuda::Device device)    \
-  X(device_get_pci_bus_id, cuDeviceGetPCIBusId, char* id, int size, cuda::Device device)           \
   X(primary_context_retain, cuDevicePrimaryCtxRetain, cuda::Context* context, cuda::Device device) \
   X(primary_context_release, cuDevicePrimaryCtxRelease_v2, cuda::Device device)                    \
   X(context_push, cuCtxPushCurrent_v2, cuda::Context context)                                      \
   X(context_pop, cuCtxPopCurrent_v2, cuda::Context* context)                                       \
   X(mem_host_alloc, cuMemHostAlloc, void** memory, size_t bytes, unsigned flags)                   \
   X(mem_free_host, cuMemFreeHost, void* memory)                                                    \
-  X(mem_host_register, cuMemHostRegister_v2, void* memory, size_t bytes, unsigned flags)           \
-  X(mem_host_unregister, cuMemHostUnregister, void* memory)                                        \
   X(memcpy_dtoh_async, cuMemcpyDtoHAsync_v2, void* to, cuda::DevicePtr from, size_t bytes,         \
     cuda::Stream stream)                                                                           \
   X(memcpy_htod_async, cuMemcpyHtoDAsync_v2, cuda::DevicePtr to, const void* from, size_t bytes,   \
@@ -87,12 +78,9 @@ inline constexpr unsigned kMemoryTypeDevice = 2;
     size_t bytes, cuda::Stream stream)                                                             \
   X(stream_create, cuStreamCreate, cuda::Stream* stream, unsigned flags)                           \
   X(stream_destroy, cuStreamDestroy_v2, cuda::Stream stream)                                       \
-  X(stream_synchronize, cuStreamSynchronize, cuda::Stream stream)                                  \
-  X(stream_wait_event, cuStreamWaitEvent, cuda::Stream stream, cuda::Event event, unsigned flags)  \
   X(event_create, cuEventCreate, cuda::Event* event, unsigned flags)                               \
   X(event_record, cuEventRecord, cuda::Event event, cuda::Stream stream)                           \
   X(event_query, cuEventQuery, cuda::Event event)                                                  \
-  X(event_synchronize, cuEventSynchronize, cuda::Event event)                                      \
   X(event_destroy, cuEventDestroy_v2, cuda::Event event)                                           \
   X(pointer_get_attribute, cuPointerGetAttribute, void* value, int attribute,                      \
     cuda::DevicePtr pointer)                                                                       \

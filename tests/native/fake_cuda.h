@@ -1,5 +1,5 @@
-// What tests say to the fake CUDA driver (fake_cuda.cc), which plays libcuda.so.1 over host memory.
-// C functions, so that Python calls them too, through tests/support/fake_cuda.py.
+// What tests say to the fake CUDA driver (fake_cuda*.cc), which plays libcuda.so.1 over host
+// memory. C functions, so that Python calls them too, through tests/support/fake_cuda.py.
 #pragma once
 
 #include <cstddef>
@@ -21,6 +21,8 @@ void fake_cuda_fail(const char* function, int error, int skip, int times);
 void fake_cuda_set_delay(uint64_t seed, int most_us);
 // While held, streams take operations but run none. Held twice is held once.
 void fake_cuda_hold(int held);
+// Waits until a stream (a cuda::Stream) has run all that it was given.
+void fake_cuda_drain(void* stream);
 
 // One line per call, in the order in which they began: "cuFunction arguments". What a
 // stream does is logged again when it is done: "ran cuFunction arguments". Mine to keep until
@@ -29,8 +31,8 @@ const char* fake_cuda_log();
 // A line of the test's own, to see what came before and after it.
 void fake_cuda_note(const char* line);
 
-// How many are alive of: "host" (pinned allocations), "registered" (ranges of memory), "stream",
-// "event", "context" (retained primary ones). -1 for another word.
+// How many are alive of: "host" (pinned allocations), "stream", "event", "context" (retained
+// primary ones). -1 for another word.
 int fake_cuda_live(const char* what);
 
 }  // extern "C"

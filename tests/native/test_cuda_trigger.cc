@@ -48,10 +48,7 @@ struct Stream {
     call.stream = stream;
     return call;
   }
-  void drain() {
-    CudaCurrent current(*device);
-    CHECK_EQ(device->driver().stream_synchronize(stream), cuda::kSuccess);
-  }
+  void drain() { fake_cuda_drain(stream); }
 };
 
 size_t logged(const std::string& words) {

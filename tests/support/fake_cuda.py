@@ -21,7 +21,8 @@ def build(folder: Path) -> Path:
     out = folder / NAME
     csrc, native = REPOSITORY / "ffi_transport" / "csrc", REPOSITORY / "tests" / "native"
     flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"]
-    command = [_COMPILER, *flags, f"-I{csrc}", f"-I{native}", str(native / "fake_cuda.cc")]
+    sources = sorted(map(str, native.glob("fake_cuda*.cc")))
+    command = [_COMPILER, *flags, f"-I{csrc}", f"-I{native}", *sources]
     subprocess.run([*command, "-o", str(out)], check=True)
     return out
 
@@ -73,7 +74,7 @@ class FakeCuda:
         return self._functions.fake_cuda_log().decode().splitlines()
 
     def live(self, what: str) -> int:
-        """How many are alive of "host", "registered", "stream", "event" or "context"."""
+        """How many are alive of "host", "stream", "event" or "context"."""
         count = self._functions.fake_cuda_live(what.encode())
         if count < 0:
             raise ValueError(f"what: {what!r}")
