@@ -4,114 +4,37 @@ Everything that waits releases the GIL, and the native threads never take it.
 """
 
 import os
-import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import numpy as np
 from numpy.typing import NDArray
 
 from ffi_transport import _native
-from ffi_transport.errors import FabricUnavailable
+from ffi_transport.native_values import (
+    MEMORY_MODES,
+    event_of,
+    landing_tuple,
+    pages_array,
+    plan_tuple,
+    resolved_address,
+    trace_of,
+    unit_tuple,
+)
 from ffi_transport.types import (
-    TRACE_DTYPE,
-    ArrivalFailed,
-    CounterOvershoot,
-    CounterReached,
     EngineConfig,
     Event,
     Landing,
     MemoryRegion,
-    MessageReceived,
     PageList,
     PageUnit,
-    PeerConnected,
-    PeerLostEvent,
     PlanWrite,
     RemoteRegion,
-    TransferEnded,
-    TriggerFault,
 )
 
 LIBFABRIC_VARIABLE = "JAXDISAGG_LIBFABRIC"
 """The environment variable that names the library where EngineConfig.libfabric_path does not."""
-
-_OUTCOMES: tuple[Literal["completed", "cancelled", "failed"], ...] = (
-    "completed",
-    "cancelled",
-    "failed",
-)
-
-# By ffi_transport::MemoryMode.
-_MEMORY_MODES: tuple[Literal["host", "direct", "staged"], ...] = ("host", "direct", "staged")
-
-# By ffi_transport::EventKind. The arguments are those of _native.Engine.poll.
-_EVENTS: "tuple[Callable[[_native.EventTuple], Event], ...]" = (
-    lambda e: PeerConnected(e[1], e[8], e[9]),
-    lambda e: PeerLostEvent(e[1], e[8], e[7]),
-    lambda e: MessageReceived(e[1], e[9]),
-    lambda e: TransferEnded(e[2], e[1], _OUTCOMES[e[6]], e[8], e[3], e[4], e[5]),
-    lambda e: CounterReached(e[2], e[3]),
-    lambda e: CounterOvershoot(e[2], e[3], e[4]),
-    lambda e: TriggerFault(e[8], e[2], e[3], e[4], e[9].decode()),
-    lambda e: ArrivalFailed(e[2], e[8]),
-)
-
-_NATIVE_TRACE = np.dtype(
-    [
-        ("order", "u8"),
-        ("t_ns", "i8"),
-        ("kind", "i4"),
-        ("layer", "i4"),
-        ("step", "i8"),
-        ("transfer", "i8"),
-        ("bytes", "i8"),
-        ("ordinal", "i4"),
-        ("reserved", "i4"),
-    ]
-)
-_TRACE_KINDS = np.array([b"trigger", b"post", b"complete"], "S12")
-
-
-def _pages(name: str, pages: PageList) -> NDArray[np.uint32]:
-    array = np.asarray(pages)
-    if array.ndim != 1:
-        raise ValueError(f"{name}: an array of shape {array.shape}, not of one dimension")
-    if array.dtype == np.uint32:
-        return np.ascontiguousarray(array)
-    if array.size == 0:
-        return np.zeros(0, np.uint32)
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"{name}: pages are integers, not {array.dtype}")
-    if array.min() < 0 or array.max() > 0xFFFFFFFF:
-        raise ValueError(f"{name}: pages {array.min()} to {array.max()} are not in 0..2^32-1")
-    return np.ascontiguousarray(array, np.uint32)
-
-
-def _unit(unit: PageUnit) -> tuple[int, int, int, int, int]:
-    values = (
-        unit.source_page_bytes,
-        unit.source_offset,
-        unit.destination_page_bytes,
-        unit.destination_offset,
-        unit.length,
-    )
-    if min(values) < 0:
-        raise ValueError(f"a negative number in {unit}")
-    return values
-
-
-def _resolve(address: str) -> str:
-    """host:port with the host as an IPv4 address, as the native side wants it."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or host == "loopback":
-        return address
-    try:
-        return f"{socket.gethostbyname(host)}:{port}"
-    except OSError as error:
-        raise FabricUnavailable(f"the host of {address!r} is not known: {error}") from error
 
 
 class TransferEngine:
@@ -176,7 +99,7 @@ class TransferEngine:
 
     def memory_mode(self, region: MemoryRegion) -> Literal["host", "direct", "staged"]:
         """How the region's memory is reached; "host" is memory of this process."""
-        return _MEMORY_MODES[self._native.memory_mode(region.id)[0]]
+        return MEMORY_MODES[self._native.memory_mode(region.id)[0]]
 
     def why_staged(self, region: MemoryRegion) -> str:
         """Why a staged region is not reached directly; "" for others."""
@@ -197,7 +120,7 @@ class TransferEngine:
 
         Raises TransferTimeout when nobody answers in time, ProtocolError when it refuses.
         """
-        return self._native.connect(_resolve(control_address), timeout_s)
+        return self._native.connect(resolved_address(control_address), timeout_s)
 
     def peer_hello(self, peer: int) -> bytes:
         """What the application at the peer put into its HELLO. PeerLost if it is gone."""
@@ -250,15 +173,7 @@ class TransferEngine:
         host memory need no landing. A ValueError if a page leaves its region, FabricUnavailable if
         a device cannot be opened.
         """
-        native = [
-            (
-                [region.id for region in landing.regions],
-                _pages("pages", landing.pages),
-                landing.page_bytes,
-            )
-            for landing in landings
-        ]
-        self._native.arm(slot, expected, adopt_early, native)
+        self._native.arm(slot, expected, adopt_early, [landing_tuple(one) for one in landings])
 
     def disarm(self, slot: int) -> None:
         """Forget a slot's count; later units on it are stale.
@@ -312,9 +227,9 @@ class TransferEngine:
             transfer,
             region.id,
             remote.descriptor,
-            _pages("source_pages", source_pages),
-            _pages("destination_pages", destination_pages),
-            _unit(unit),
+            pages_array("source_pages", source_pages),
+            pages_array("destination_pages", destination_pages),
+            unit_tuple(unit),
         )
 
     def seal(self, transfer: int) -> None:
@@ -366,22 +281,8 @@ class TransferEngine:
         which names the triggers that did not come, after `timeout_s` seconds. A ValueError if a
         page leaves its region or a source region is missing.
         """
-        native = []
-        for write in writes:
-            if len(write.remotes) != write.layers:
-                raise ValueError(f"{len(write.remotes)} remotes for {write.layers} layers")
-            native.append(
-                (
-                    write.transfer,
-                    write.ordinal,
-                    write.first_layer,
-                    _pages("source_pages", write.source_pages),
-                    _pages("destination_pages", write.destination_pages),
-                    _unit(write.unit),
-                    [remote.descriptor for remote in write.remotes],
-                )
-            )
         devices = list(range(ordinals)) if isinstance(ordinals, int) else list(ordinals)
+        native = [plan_tuple(write) for write in writes]
         self._native.add_plan(step, devices, layers, native, timeout_s)
 
     def drop_plan(self, step: int) -> None:
@@ -392,10 +293,14 @@ class TransferEngine:
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Wait for events at most `timeout_s` seconds and take all that are there, in order."""
-        return [_EVENTS[event[0]](event) for event in self._native.poll(timeout_s)]
+        return [event_of(event) for event in self._native.poll(timeout_s)]
 
     def counters(self) -> dict[str, int]:
-        """Numbers since the start: see csrc/stats.h for each one's meaning."""
+        """Numbers since the start, each explained in csrc/stats.h, and two of this moment.
+
+        Those are "steps_live", the steps whose plans are filed and not freed, and
+        "staging_bytes_held", the bytes of pinned memory that copies to be sent take up.
+        """
         return self._native.counters()
 
     def domain_counters(self) -> list[dict[str, Any]]:
@@ -409,9 +314,4 @@ class TransferEngine:
 
     def trace(self) -> NDArray[Any]:
         """What was recorded with `trace=True`, in order, as an array of TRACE_DTYPE."""
-        native = np.frombuffer(self._native.trace(), _NATIVE_TRACE)
-        out = np.zeros(len(native), TRACE_DTYPE)
-        for name in ("order", "t_ns", "step", "layer", "ordinal", "transfer", "bytes"):
-            out[name] = native[name]
-        out["kind"] = _TRACE_KINDS[native["kind"]]
-        return out
+        return trace_of(self._native.trace())
