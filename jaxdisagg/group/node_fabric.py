@@ -249,9 +249,9 @@ class NodeFabric(ABC):
     def state(self) -> dict[str, Any]:
         """The engines' counters, summed, and those of each domain; for any thread.
 
-        "memory" is how the cache is reached ("host", "direct", "staged"), of each process where
-        they differ.
-        With followers each process's own too, which are as old as what it told last.
+        "memory" is how the cache is reached: "host", "direct", "staged", or "direct+staged" where
+        its buffers differ; a list, one of each process, where the processes differ. With followers
+        there are each process's own numbers too, as old as what it told last.
         """
         tallies = {0: Tally({}, self.engine.counters(), self.engine.domain_counters())}
         tallies |= sorted(dict(self._tallies).items())
