@@ -25,6 +25,11 @@ def test_it_is_found_and_fails_when_told(fake_cuda):
     assert fake_cuda.log().count("failed cuDeviceGetCount 801") == 2
     stream = ctypes.c_void_p()
     assert driver.cuStreamCreate(ctypes.byref(stream), 1) == INVALID_CONTEXT
-    assert [fake_cuda.live(w) for w in ("host", "stream", "event", "context")] == [0] * 4
+    before = {what: fake_cuda.live(what) for what in ("host", "stream", "event", "context")}
+    context = ctypes.c_void_p()
+    assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert fake_cuda.live("context") == before["context"] + 1
+    assert driver.cuDevicePrimaryCtxRelease_v2(0) == 0
+    assert {what: fake_cuda.live(what) for what in before} == before
     with pytest.raises(ValueError, match="what: 'streams'"):
         fake_cuda.live("streams")
