@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from pallas_kernels.dispatch import AUTO, dispatch
+from pallas_kernels.dispatch import AUTO, INDICES, dispatch, operand
 from pallas_kernels.grouped_matmul import mosaic_gpu, reference, xla
 
 
@@ -23,11 +23,13 @@ def grouped_matmul(
     of 64), "mosaic_interpret" (that kernel on a CPU). "auto" is "mosaic_gpu" in programs for CUDA
     if it takes the operands, else "xla".
 
-    Raises ValueError for shapes that do not fit, for an unknown back end, and for one that does not
-    take the operands.
+    Raises ValueError for shapes that do not fit or are empty, dtypes but bf16, f16 and f32 (numpy
+    arrays are taken as JAX's), an unknown back end, and one that does not take the operands.
     """
     if not 1 <= len(weights) <= 2:
         raise ValueError(f"weights: {len(weights)} arrays, expected one or two")
+    x, sizes = operand("x", x), operand("sizes", sizes, INDICES)
+    weights = [operand(f"weights[{i}]", w) for i, w in enumerate(weights)]
     if x.ndim != 2 or sizes.ndim != 1 or any(w.ndim != 3 for w in weights):
         shapes = [w.shape for w in weights]
         raise ValueError(

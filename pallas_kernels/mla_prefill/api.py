@@ -4,7 +4,7 @@ import functools
 
 import jax
 
-from pallas_kernels.dispatch import AUTO, check_latent, dispatch
+from pallas_kernels.dispatch import AUTO, INDICES, check_factor, check_latent, dispatch, operand
 from pallas_kernels.mla_prefill import mosaic_gpu, reference, xla
 
 
@@ -25,21 +25,28 @@ def mla_prefill(
     q [T, N, Hn+C], the part without position and its rotated part behind it; cache [P, Z, R+C],
     each row a normed latent and the rotated key that all heads share, the chunk's own being in the
     pages already; rows [T] i32, the row of page_table [B, W] that token t belongs to, negative for
-    padding; positions [T] i32; w_uk [N, Hn, R] and w_uv [N, Hv, R]. Head n reads keys
-    [w_uk[n] . latent ; rotated key] and values w_uv[n] . latent (DeepSeek-V2, arXiv:2405.04434,
-    section 2.1). Token t attends to positions 0..positions[t] of its row. Returns [T, N, Hv] in q's
-    dtype; padding gives zeros. Any order of tokens is right; tokens of one row side by side are
-    fast. Softmax in f32. What lies past the last attended position of a row, NaN included, never
-    reaches a result. Works on local shards of any number of heads inside a shard_map.
+    padding; positions [T] i32; w_uk [N, Hn, R] and w_uv [N, Hv, R]. What is not i32 is bf16, f16 or
+    f32; numpy arrays are taken as JAX's. Head n reads keys [w_uk[n] . latent ; rotated key] and
+    values w_uv[n] . latent (DeepSeek-V2, arXiv:2405.04434, section 2.1). Token t attends to
+    positions 0..positions[t] of its row. Returns [T, N, Hv] in q's dtype; padding gives zeros. Any
+    order of tokens is right; tokens of one row side by side are fast. Softmax in f32. What lies
+    past the last attended position of a row, NaN included, never reaches a result. Works on local
+    shards of any number of heads inside a shard_map.
 
     Back ends: "reference", "xla", "mosaic_gpu" (Hopper; bf16, Hn, C, Hv and R multiples of 64
     that shared memory has room for, as it has for DeepSeek-V3's 128, 64, 128 and 512; scale > 0),
     "mosaic_interpret" (that kernel on a CPU). "auto" is "mosaic_gpu" in programs for CUDA if it
     takes the operands, else "xla".
 
-    Raises ValueError for shapes that do not fit, for an unknown back end, and for one that does not
-    take the operands.
+    Raises ValueError for shapes that do not fit or are empty, other dtypes (a uint8 cache is for
+    decoding alone), a scale that is traced or not finite, an unknown back end, and one that does
+    not take the operands.
     """
+    q, cache = operand("q", q), operand("cache", cache)
+    rows, positions = operand("rows", rows, INDICES), operand("positions", positions, INDICES)
+    page_table = operand("page_table", page_table, INDICES)
+    w_uk, w_uv = operand("w_uk", w_uk), operand("w_uv", w_uv)
+    check_factor("scale", scale)
     check_latent(q, cache, page_table)
     if w_uk.ndim != 3 or w_uv.ndim != 3:
         raise ValueError(
