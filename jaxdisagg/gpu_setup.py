@@ -8,8 +8,15 @@ from importlib import import_module, metadata
 from jaxdisagg.config import NodeConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_CPUS_ALONE = (
+    "this jax is for CPUs alone; install jaxdisagg[cuda13] or, for an older driver, "
+    "jaxdisagg[cuda12]"
+)
 PLUGIN_GROUP = "jax_plugins"  # where jax looks for its back ends: modules and entry points
 _CUDA_NAMES = ("cuda", "gpu")  # as JAX_PLATFORMS may say
+BACK_END_ERRORS = (RuntimeError, AssertionError)
+"""What jax raises where no back end starts; the second where JAX_PLATFORMS names one for a plugin
+that is not installed."""
 
 
 def cuda_plugins() -> list[str]:
@@ -24,6 +31,17 @@ def cuda_plugins() -> list[str]:
 def first_platform() -> str:
     """What JAX_PLATFORMS names first; "" where jax chooses by itself."""
     return os.environ.get("JAX_PLATFORMS", "").split(",")[0].strip()
+
+
+def why_no_devices(error: Exception) -> str:
+    """One line for one of BACK_END_ERRORS: what jax said, or what its assertion means."""
+    said = " ".join(str(error).split())
+    if said and not isinstance(error, AssertionError):
+        return said
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if first_platform() in _CUDA_NAMES and not cuda_plugins():
+        return f"JAX_PLATFORMS={platforms}: {_CPUS_ALONE}"
+    return f"no platform of JAX_PLATFORMS={platforms} is there"
 
 
 def visible_gpus() -> int:
@@ -44,15 +62,19 @@ def set_gpus(node: NodeConfig) -> None:
     does. A failing CUDA back end is made an error, where jax would go on with a CPU.
 
     Raises ValueError naming `gpus` where this jax has no CUDA back end or was told to use another
-    platform, and for a device that is not there.
+    platform, and for a device that is not there; or `gpu_memory` where no GPU would be used.
     """
     gpus = node.mesh.gpus_of(node.process)
     if gpus:
-        _check_jax(gpus)
+        if problem := _jax_problem():
+            raise ValueError(f"{_words(gpus)}: {problem}")
         os.environ[VISIBLE] = ",".join(_named(gpus))
         os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
         _check_there(gpus, os.environ[VISIBLE])
     if node.gpu_memory:
+        if not gpus and not visible_gpus():
+            why = _jax_problem() or "there is no CUDA device"
+            raise ValueError(f"gpu_memory={node.gpu_memory:g}: {why}")
         # jax refuses both names at once; the second is the older one.
         os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{node.gpu_memory:g}"
         os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
@@ -65,14 +87,11 @@ def _words(gpus: tuple[int, ...]) -> str:
     return f"gpus={'+'.join(map(str, gpus))}"
 
 
-def _check_jax(gpus: tuple[int, ...]) -> None:
+def _jax_problem() -> str | None:
+    """Why jax would use no GPU of any machine, or None."""
     if first_platform() not in ("", *_CUDA_NAMES):
-        raise ValueError(f"{_words(gpus)}: JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} uses none")
-    if not cuda_plugins():
-        raise ValueError(
-            f"{_words(gpus)}: this jax is for CPUs alone; install jaxdisagg[cuda13] or, for an "
-            "older driver, jaxdisagg[cuda12]"
-        )
+        return f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} uses none"
+    return None if cuda_plugins() else _CPUS_ALONE
 
 
 def _named(gpus: tuple[int, ...]) -> list[str]:

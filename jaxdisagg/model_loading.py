@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxdisagg.config import DEFAULT_MODEL_LEN, NodeConfig
+from jaxdisagg.gpu_setup import BACK_END_ERRORS, why_no_devices
 from jaxdisagg.mesh import make_mesh, node_devices
 from jaxdisagg.model_fit import fit_model
 from models.checkpoint import load_measured, open_checkpoint, weights_fingerprint
@@ -44,14 +45,15 @@ def resolve_limits(node: NodeConfig) -> NodeConfig:
 
 
 def _own_devices(node: NodeConfig) -> list[jax.Device]:
-    """The node's devices; where it names GPUs, a CUDA back end that does not start is an error."""
+    """The node's devices. Raises ValueError where jax's back end does not start."""
     try:
         return node_devices(node.mesh.devices, node.mesh.processes)
-    except RuntimeError as error:  # as jax says it
+    except BACK_END_ERRORS as error:
+        why = why_no_devices(error)
         if not node.mesh.gpus:
-            raise
+            raise ValueError(f"jax finds no devices: {why}") from error
         words = "+".join(map(str, node.mesh.gpus))
-        raise ValueError(f"gpus={words}: jax cannot use them: {error}") from None
+        raise ValueError(f"gpus={words}: jax cannot use them: {why}") from error
 
 
 def load_model(node: NodeConfig, devices: Sequence[jax.Device] | None = None) -> LoadedModel:

@@ -49,7 +49,8 @@ def pin(node: NodeConfig) -> None:
 def set_environment(node: NodeConfig, cache: Path) -> None:
     """Enough devices for the process, and a compilation cache that all nodes share.
 
-    Raises ValueError naming `gpus` for CUDA devices that cannot be used (`gpu_setup.set_gpus`).
+    Raises ValueError naming `gpus` or `gpu_memory` for CUDA devices that cannot be used
+    (`gpu_setup.set_gpus`).
     """
     processes = node.mesh.processes
     set_gpus(node)

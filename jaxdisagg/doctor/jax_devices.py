@@ -3,7 +3,7 @@
 import os
 
 from jaxdisagg.doctor.finding import Finding, Values, problem
-from jaxdisagg.gpu_setup import cuda_plugins, first_platform
+from jaxdisagg.gpu_setup import BACK_END_ERRORS, cuda_plugins, first_platform, why_no_devices
 
 SUBJECT = "jax"
 
@@ -15,8 +15,8 @@ def probe() -> Values:
 
     try:
         devices = jax.devices()
-    except RuntimeError as error:
-        return found | {"error": str(error).strip()}
+    except BACK_END_ERRORS as error:
+        return found | {"error": why_no_devices(error)}
     kinds: dict[str, int] = {}
     for device in devices:
         kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1

@@ -10,7 +10,7 @@ from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_voi
 from jaxdisagg.doctor.finding import Values
 
 LIBRARY = "libfabric.so.1"
-LIBRARY_VARIABLE = "JAXDISAGG_LIBFABRIC"  # as the engine reads it
+LIBRARY_VARIABLE = "JAXDISAGG_LIBFABRIC"  # as the engine reads it: empty is not set
 API_VERSION = 1 << 16 | 17
 MSG, RMA, HMEM = 1 << 1, 1 << 2, 1 << 47
 CONTEXT, CONTEXT2, RX_CQ_DATA = 1 << 59, 1 << 52, 1 << 56
@@ -75,7 +75,7 @@ def ask() -> Values:
     for name in ("IPATH_NO_BACKTRACE", "HFI_NO_BACKTRACE"):  # see csrc/ofi_loader.h
         os.environ.setdefault(name, "1")
     try:
-        library = ctypes.CDLL(os.environ.get(LIBRARY_VARIABLE, LIBRARY))
+        library = ctypes.CDLL(os.environ.get(LIBRARY_VARIABLE) or LIBRARY)
         library.fi_version.restype = c_uint32
         library.fi_dupinfo.restype = POINTER(_Info)
         library.fi_dupinfo.argtypes = [POINTER(_Info)]

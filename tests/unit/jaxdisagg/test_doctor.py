@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from jaxdisagg.cli import app
 from jaxdisagg.doctor import cuda, host, jax_devices, network, software
 from jaxdisagg.doctor.finding import Finding
-from jaxdisagg.doctor.probe import ask
+from jaxdisagg.doctor.probe import Probes, ask
 
 # Two devices whose attributes an environment variable sets: "116=1,118=0". CUDA_FAKE says what
 # else happens: hang, crash.
@@ -116,6 +117,85 @@ def test_tables_say_the_same(monkeypatch):
         assert words in shown.output
 
 
+@pytest.mark.parametrize("value", ["inf", "nan", "1e30", "0.5"])
+def test_a_timeout_that_cannot_be_is_refused(value):
+    shown = CliRunner().invoke(app, ["doctor", "--timeout", value], env={"COLUMNS": "120"})
+    assert shown.exit_code == 2
+    assert "must be in 1..86400 (seconds)" in shown.output
+
+
+@pytest.mark.parametrize("form", ["--json", None])
+def test_a_full_disk_is_one_line(form):
+    code = (
+        "import sys; from jaxdisagg.doctor import command\n"
+        "command.examine = lambda timeout: ([], {})\n"
+        "from jaxdisagg.cli import main; main()"
+    )
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "doctor", *filter(None, [form])],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "error: what was found cannot be written: No space left on device\n"
+
+
+# ---- a doctor that is ended ------------------------------------------------------------------
+
+
+def processes_below(doctor: int) -> dict[int, str]:
+    """Every process of the sessions that its children lead, by number, with its arguments."""
+    found: dict[int, tuple[int, int, str]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            words = (folder / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+        if state != "Z":
+            found[int(folder.name)] = int(parent), int(session), words
+    leaders = {pid for pid, (parent, _, _) in found.items() if parent == doctor}
+    return {pid: words for pid, (_, session, words) in found.items() if session in leaders}
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
+)
+def test_no_probe_outlives_the_doctor(driver, number, status):
+    doctor = subprocess.Popen(
+        [sys.executable, "-m", "jaxdisagg.cli", "doctor"],
+        env=os.environ | {"JAXDISAGG_LIBCUDA": driver, "CUDA_FAKE": "hang"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        # The probe that hangs, and the process that it has started.
+        while sum(w.endswith(" cuda ") for w in processes_below(doctor.pid).values()) < 2:
+            assert time.monotonic() < deadline, "no probe hangs"
+            assert doctor.poll() is None, doctor.communicate()[0]
+            time.sleep(0.05)
+        below = processes_below(doctor.pid)
+        doctor.send_signal(number)
+        shown, _ = doctor.communicate(timeout=30)  # far less than a probe has
+        assert doctor.returncode == status
+        assert "Traceback" not in shown
+        deadline = time.monotonic() + 30
+        while left := [pid for pid in below if _runs(pid)]:
+            assert time.monotonic() < deadline, [below[pid] for pid in left]
+            time.sleep(0.05)
+    finally:
+        doctor.kill()
+        doctor.communicate()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 # ---- probes that fail ------------------------------------------------------------------------
 
 
@@ -131,6 +211,13 @@ def test_a_driver_that_hangs_or_crashes_is_told(driver, monkeypatch, how, why):
     assert time.monotonic() - began < 60
     found = by_name(cuda.findings(values))
     assert (found["driver"].state, found["driver"].why) == ("absent", why)
+
+
+def test_no_probe_is_started_once_all_were_ended():
+    probes = Probes()
+    probes.end()
+    with pytest.raises(RuntimeError, match="host: the doctor ends"):
+        ask("host", 60.0, probes)
 
 
 def test_a_probe_that_raises_is_told():

@@ -45,6 +45,17 @@ def test_jax_with_gpus_or_none():
     assert (failed.state, failed.why) == ("missing", "Unable to initialize backend")
 
 
+def test_an_empty_name_of_libfabric_is_none(monkeypatch):
+    monkeypatch.setenv("JAXDISAGG_LIBFABRIC", "")
+    assert "providers" in ask("libfabric", 60.0)
+
+
+def test_a_platform_without_a_back_end_is_told(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    why = by_name(jax_devices.findings(ask("jax", 60.0)))["devices"].why
+    assert why.startswith("JAX_PLATFORMS=cuda: this jax is for CPUs alone; install")
+
+
 # ---- network, software ------------------------------------------------------------------------
 
 

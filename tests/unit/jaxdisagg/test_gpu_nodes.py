@@ -5,17 +5,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import pytest
 
-from jaxdisagg import gpu_setup, model_loading
+from jaxdisagg import gpu_setup
 from jaxdisagg.config import MeshConfig, NodeConfig, ServeConfig
 from jaxdisagg.config_text import parse_node
 from jaxdisagg.deployment import Deployment, DeploymentError
 from jaxdisagg.gpu_setup import cuda_plugins, set_gpus, visible_gpus
 from jaxdisagg.gpu_sharing import share_gpus
 from jaxdisagg.group.start import comparable, differences
-from jaxdisagg.model_loading import load_model
 
 BASE = NodeConfig(role="decode", model=Path("m"), id="d")
 
@@ -295,14 +293,22 @@ def test_a_node_on_cpus_keeps_its_environment(machine):
     assert environment_of(machine, BASE) == {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
 
 
-def test_a_back_end_that_does_not_start_is_named(monkeypatch):
-    def fail(*_: object) -> list[jax.Device]:
-        raise RuntimeError("Unable to initialize backend 'cuda'")
-
-    monkeypatch.setattr(model_loading, "fit_model", lambda node: type("Fit", (), {
-        "config": None, "rules": None})())  # fmt: skip
-    monkeypatch.setattr(model_loading, "node_devices", fail)
-    with pytest.raises(ValueError, match="gpus=2: jax cannot use them: Unable to initialize"):
-        load_model(parse_node("gpus=2", BASE))
-    with pytest.raises(RuntimeError, match="Unable"):
-        load_model(BASE)
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [
+        ({"JAX_PLATFORMS": "cpu"}, "JAX_PLATFORMS=cpu uses none"),
+        ({"GPUS": "0"}, "there is no CUDA device"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "there is no CUDA device"),
+    ],
+)
+def test_memory_of_no_gpu_is_refused(machine, variables, why):
+    node = parse_node("gpu_memory=0.4", BASE)
+    assert environment_of(machine, node)["XLA_CLIENT_MEM_FRACTION"] == "0.4"
+    for name, value in variables.items():
+        machine.setenv(name, value)
+    with pytest.raises(ValueError, match=f"gpu_memory=0.4: {why}"):
+        set_gpus(node)
+    machine.delenv("JAX_PLATFORMS", raising=False)
+    machine.setattr(gpu_setup, "cuda_plugins", list)
+    with pytest.raises(ValueError, match=r"gpu_memory=0\.4: this jax is for CPUs alone"):
+        set_gpus(node)
