@@ -24,6 +24,7 @@ from jaxdisagg.bench.gpu.kernel_cases import OPS
 from jaxdisagg.bench.gpu.rows import findings_in, rows_in
 from jaxdisagg.bench.gpu.steps import Outcome, Step, run_steps
 from jaxdisagg.bench.report import environment
+from jaxdisagg.start_progress import print_error
 
 console = Console(stderr=True)
 SCRIPTS = Path(__file__).resolve().parent
@@ -139,7 +140,11 @@ def main(
 ) -> None:
     """Run the steps and write what they found."""
     begin = time.monotonic()
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print_error(console, f"--out: {out} cannot be a folder: {error.strerror}")
+        raise typer.Exit(2) from None
     if cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
     about: dict[str, Any] = environment(**({"note": note} if note else {}))

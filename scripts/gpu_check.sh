@@ -10,6 +10,7 @@
 # is missing is unpacked into a folder that is removed in the end. Other options go to gpu_check.py,
 # such as --cpu and --only. OUT gets gpu_check.json, gpu_check.md and gpu_check.log.
 set -euo pipefail
+caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TOTAL_SECONDS=480
@@ -23,6 +24,10 @@ WHEELS=(msgspec fastapi starlette opentelemetry-api pydantic pydantic-core annot
 DEBS=(libfabric1 libfabric-dev ibverbs-providers libibverbs1 librdmacm1 libnl-3-200
   libnl-route-3-200 libpsm-infinipath1 libpsm2-2 libnuma1 libatomic1 libuuid1)
 
+# What the caller named, who stands elsewhere.
+absolute() { case $1 in /*) printf '%s' "$1" ;; *) printf '%s' "$caller/$1" ;; esac; }
+case ${PYTHON:-} in */*) PYTHON=$(absolute "$PYTHON") ;; esac
+
 say() { printf 'gpu_check: %s\n' "$*" >&2; }
 fail() {
   say "$*"
@@ -31,7 +36,8 @@ fail() {
 
 prepare() {
   local folder=$1 python=${PYTHON:-${VENV:-.venv}/bin/python} name version minor platforms=() mib
-  mkdir -p "$folder"/{wheels,debs,native}
+  mkdir -p "$folder"/{wheels,debs,native} 2>/dev/null ||
+    fail "--prepare: no folder $folder can be made"
   folder=$(cd "$folder" && pwd)
   for minor in 17 24 27 28 31 34 35; do
     platforms+=(--platform "manylinux_2_${minor}_x86_64")
@@ -122,8 +128,9 @@ check() {
   local carried=$1 tree version
   shift
   python=$(command -v "${PYTHON:-python3}") || fail "no ${PYTHON:-python3}"
-  carried=$(cd "$carried" && pwd) || fail "no folder $carried"
-  mkdir -p "$out"
+  [ -d "$carried" ] || fail "--carried: no folder $carried"
+  carried=$(cd "$carried" && pwd)
+  mkdir -p "$out" 2>/dev/null || fail "--out: no folder $out can be made"
   out=$(cd "$out" && pwd)
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
@@ -151,12 +158,15 @@ check() {
 carried='' out='' build=yes rest=()
 while [ $# -gt 0 ]; do
   case $1 in
+    --prepare | --carried | --out) case ${2:-} in '' | --*) fail "$1 needs a folder" ;; esac ;;
+  esac
+  case $1 in
     --prepare)
-      prepare "${2:?--prepare DIR}"
+      prepare "$(absolute "$2")"
       exit
       ;;
-    --carried) carried=${2:?--carried DIR}; shift ;;
-    --out) out=${2:?--out DIR}; shift ;;
+    --carried) carried=$(absolute "$2"); shift ;;
+    --out) out=$(absolute "$2"); shift ;;
     --no-build) build=no ;;
     -h | --help)
       sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' scripts/gpu_check.sh

@@ -137,9 +137,11 @@ def test_rows_from_files_and_from_the_doctor(tmp_path):
 # ---- the scripts -----------------------------------------------------------------------------
 
 
-def run(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: object, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(word) for word in command], env=os.environ | variables, text=True,
+        [str(word) for word in command], env=os.environ | variables, text=True, cwd=cwd,
         capture_output=True, timeout=1500, check=False,
     )  # fmt: skip
 
@@ -177,17 +179,39 @@ def test_the_shell_takes_what_was_carried(tmp_path):
         (carried / name).mkdir(parents=True)
     shutil.copy(_native.__file__, carried / "native")
     shell = REPOSITORY / "scripts" / "gpu_check.sh"
-    options = ("--out", tmp_path / "out", "--no-build", "--cpu", "--only", "doctor")
-    done = run("bash", shell, "--carried", carried, *options, PYTHON=sys.executable)
+    options = ("--out", "out", "--no-build", "--cpu", "--only", "doctor")
+    done = run("bash", shell, "--carried", "carried", *options, PYTHON=sys.executable, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     assert document["about"]["note"] == "native part as carried"
     assert {row["what"]: row for row in document["steps"][0]["rows"]}["engine"]["passed"]
-    done = run("bash", shell, "--carried", tmp_path / "none", "--out", tmp_path, "--no-build")
-    assert done.returncode != 0
-    done = run("bash", shell, "--out", tmp_path)
-    assert done.returncode == 2
-    assert "expected --prepare DIR, or --carried DIR --out OUT" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--carried", "none", "--out", "out"], "--carried: no folder {here}/none"),
+        (["--carried", ".", "--out", "file"], "--out: no folder {here}/file can be made"),
+        (["--carried", "/none", "--out", "out"], "--carried: no folder /none"),
+        (["--prepare", "file"], "--prepare: no folder {here}/file can be made"),
+        (["--out", "out"], "expected --prepare DIR, or --carried DIR --out OUT"),
+        (["--carried"], "--carried needs a folder"),
+        (["--prepare", ""], "--prepare needs a folder"),
+    ],
+)
+def test_folders_are_the_callers_and_are_named(tmp_path, options, why):
+    (tmp_path / "file").touch()
+    shell = os.path.relpath(REPOSITORY / "scripts" / "gpu_check.sh", tmp_path)
+    done = run("bash", shell, *options, "--no-build", PYTHON=sys.executable, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"gpu_check: {why.format(here=tmp_path)}\n"
+
+
+def test_a_file_is_no_folder_for_what_was_found(tmp_path):
+    (tmp_path / "file").touch()
+    done = run(sys.executable, SCRIPT, "--out", "file", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --out: file cannot be a folder: File exists\n"
 
 
 def needed_by(*names: str) -> set[str]:
