@@ -19,6 +19,7 @@ LEAST_SECONDS, MOST_SECONDS = 1e-3, 1e7
 # Tokens. A page is cut into units, all of which a transfer plan lists.
 MAX_PAGE_SIZE = 1 << 20
 MAX_ID = 256
+MAX_CPUS, MAX_GPUS = 4096, 1024  # beyond any number of one
 DEFAULT_MODEL_LEN = 2048
 # For all processes of a node to find each other, load and compile.
 START_SECONDS = 600.0
@@ -34,6 +35,12 @@ def _at_least(low: int, **values: int) -> None:
     for name, value in values.items():
         if value < low:
             raise ValueError(f"{name}={value} must be at least {low}")
+
+
+def _check_numbers(name: str, numbers: tuple[int, ...], limit: int) -> None:
+    for i, number in enumerate(numbers):
+        if not 0 <= number < limit:
+            raise ValueError(f"{name}[{i}]={number} must be in 0..{limit - 1}")
 
 
 def _check_port(**ports: int) -> None:
@@ -70,11 +77,11 @@ class MeshConfig:
             raise ValueError(
                 f"ep={self.ep} must be 1, dp={self.dp}, tp={self.tp} or dp*tp={self.devices}"
             )
-        _at_least(0, **{f"cpus[{i}]": cpu for i, cpu in enumerate(self.cpus)})
+        _check_numbers("cpus", self.cpus, MAX_CPUS)
         self._check_gpus()
 
     def _check_gpus(self) -> None:
-        _at_least(0, **{f"gpus[{i}]": gpu for i, gpu in enumerate(self.gpus)})
+        _check_numbers("gpus", self.gpus, MAX_GPUS)
         for gpu in self.gpus:
             if self.gpus.count(gpu) > 1:
                 raise ValueError(f"gpus: {gpu} is named twice")

@@ -7,10 +7,14 @@ from typing import Any
 
 import msgspec
 
-from jaxdisagg.config import DEFAULT_PORT, NodeConfig, ServeConfig, is_number
-
-MAX_CPUS = 4096
-MAX_GPUS = 1024
+from jaxdisagg.config import (
+    DEFAULT_PORT,
+    MAX_CPUS,
+    MAX_GPUS,
+    NodeConfig,
+    ServeConfig,
+    is_number,
+)
 
 
 def parse_numbers(text: str, option: str) -> tuple[int, ...]:

@@ -120,14 +120,14 @@ def main(
         platform = jax.default_backend()
         chosen = list(cases(platform, small))
         known = {case.op for case in chosen}
-        if unknown := set(filter(None, ops.split(","))) - known:
-            raise ValueError(
-                f"--ops: {', '.join(sorted(unknown))} not among {', '.join(sorted(known))}"
-            )
+        wanted = {name.strip() for name in ops.split(",")} if ops else known
+        if unknown := wanted - known:
+            names = ", ".join(map(repr, sorted(unknown)))
+            raise ValueError(f"--ops={ops!r}: {names} not among {', '.join(sorted(known))}")
     except ValueError as error:
         print_error(console, str(error))
         raise typer.Exit(2) from None
-    chosen = [case for case in chosen if not ops or case.op in ops.split(",")]
+    chosen = [case for case in chosen if case.op in wanted]
     facts: dict[str, Any] = {"device": jax.devices()[0].device_kind, "platform": platform}
     ceilings = None
     if platform == "gpu":

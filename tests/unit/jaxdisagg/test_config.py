@@ -8,6 +8,7 @@ from repository import REPOSITORY
 
 from ffi_transport.types import MAX_DOMAINS
 from jaxdisagg.config import (
+    MAX_CPUS,
     MAX_NICS,
     BatchConfig,
     CacheConfig,
@@ -16,7 +17,7 @@ from jaxdisagg.config import (
     ServeConfig,
     Timeouts,
 )
-from jaxdisagg.config_text import MAX_CPUS, parse_list, parse_node, serve_from_toml
+from jaxdisagg.config_text import node_from_toml, parse_list, parse_node, serve_from_toml
 
 BASE = NodeConfig(role="decode", model=Path("m"))
 
@@ -192,3 +193,12 @@ def test_the_deployment_of_the_readme_is_one(tmp_path):
     prefill, decode = serve_from_toml(file, BASE).nodes
     assert (prefill.role, prefill.nics) == ("prefill", ("127.0.0.1", "127.0.0.2"))
     assert (decode.mesh, decode.cache.page_size) == (MeshConfig(tp=4, processes=2), 64)
+
+
+def test_numbers_of_a_file_have_the_words_limits():
+    with pytest.raises(ValueError, match=r"gpus\[0\]=5000 must be in 0..1023"):
+        node_from_toml({"mesh": {"gpus": [5000]}}, BASE)
+    with pytest.raises(ValueError, match=r"cpus\[1\]=4096 must be in 0..4095"):
+        node_from_toml({"mesh": {"cpus": [4095, 4096]}}, BASE)
+    with pytest.raises(ValueError, match=r"gpus\[0\]=-1 must be in"):
+        MeshConfig(gpus=(-1,))

@@ -24,7 +24,7 @@ def run(*arguments: str) -> Result:
 def test_rows_of_a_small_run(tmp_path):
     file = tmp_path / "rows.json"
     shown = run(
-        "--small", "--repeats", "3", "--ops", "gqa_decode,grouped_matmul", "--json", str(file)
+        "--small", "--repeats", "3", "--ops", "gqa_decode, grouped_matmul", "--json", str(file)
     )
     assert shown.exit_code == 0, shown.output
     document = json.loads(file.read_text())
@@ -64,7 +64,8 @@ def test_the_file_is_written_after_each_case(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ops", "gqa_decode,conv"], "--ops: conv not among gqa_decode, grouped_matmul, mla_"),
+        (["--ops", "gqa_decode, conv"], "--ops='gqa_decode, conv': 'conv' not among gqa_decode, "),
+        (["--ops", ","], "--ops=',': '' not among gqa_decode, grouped_matmul, mla_"),
         (["--json", "nowhere/rows.json"], "--json: no folder nowhere"),
     ],
 )
