@@ -33,7 +33,7 @@ def per_column(value: float, columns: int) -> jax.Array:
 
 
 def read_per_column(ref: Ref) -> jax.Array:
-    """The contents [columns] of shared memory, spread as the columns of a wgmma result."""
+    """The contents [columns] of a memory, spread as the columns of a wgmma result."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic, online_softmax, splitting
+from pallas_kernels.f16_queries import to_f16
 from pallas_kernels.gqa_decode.merging import merge
 from pallas_kernels.mosaic import TILE_ROWS, Ref
 from pallas_kernels.paging import MASKED
@@ -106,23 +107,23 @@ def gqa_decode(
     group = num_heads // kv_heads
     tiles = -(-group // TILE_ROWS)
     per_tile = -(-group // (tiles * 8)) * 8  # query heads, in whole rows of 8 of a tile
-    dtype = jnp.bfloat16 if cache_scale is None else jnp.float16
-    grouped = q.astype(dtype).reshape(rows, kv_heads, group, head_dim)
+    grouped = q.reshape(rows, kv_heads, group, head_dim)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, tiles * per_tile - group), (0, 0)))
     grouped = grouped.reshape(rows, kv_heads * tiles, per_tile, head_dim)
+    if cache_scale is None:
+        gain, v_scale = None, jnp.ones(kv_heads * tiles, jnp.float32)
+    else:
+        k_scale, v_scale = (jnp.repeat(cache_scale[:, i], tiles) for i in range(2))
+        grouped, gain = to_f16(grouped)
+        gain = jnp.pad(gain * k_scale[:, None], ((0, 0), (0, 0), (0, TILE_ROWS - per_tile)))
     # A piece takes long in interpret mode, and there are no processors to fill.
     heads = kv_heads * tiles
     count = rows + 2 if interpret else splitting.num_pieces(rows, heads, shape.resident)
     pieces = splitting.cut(lengths, shape.tokens, count)
     halves, lse = _pieces(
-        grouped, cache, page_table, lengths, pieces.ranges, cache_scale,
+        grouped, cache, page_table, lengths, pieces.ranges, gain,
         shape=shape, tiles=tiles, scale=scale, interpret=interpret,
     )  # fmt: skip
-    v_scale = (
-        jnp.ones(heads, jnp.float32)
-        if cache_scale is None
-        else jnp.repeat(cache_scale[:, 1], tiles)
-    )
     out = merge(halves, lse, pieces.bounds, v_scale, q.dtype, interpret=interpret)
     out = out.reshape(rows, kv_heads, tiles * per_tile, head_dim)[:, :, :group]
     return out.reshape(rows, num_heads, head_dim)
@@ -134,7 +135,7 @@ def _pieces(
     page_table: jax.Array,
     lengths: jax.Array,
     pieces: jax.Array,
-    cache_scale: jax.Array | None,
+    gain: jax.Array | None,
     *,
     shape: Shape,
     tiles: int,
@@ -143,17 +144,19 @@ def _pieces(
 ) -> tuple[jax.Array, jax.Array]:
     """What each piece gives: two halves that add up to its result, and log2 of its weights' sum.
 
-    q [B, K*tiles, M, H]; pieces [S, 3]. Returns ([S, K*tiles, 2, M, H], f32 [S, K*tiles, 64]).
+    q [B, K*tiles, M, H]; pieces [S, 3]; gain f32 [B, K*tiles, 64], by which a query head's
+    products with bytes are multiplied, None for another cache. Returns ([S, K*tiles, 2, M, H],
+    f32 [S, K*tiles, 64]).
     """
     rows, q_tiles, per_tile, head_dim = q.shape
     kv_heads = q_tiles // tiles
     page_size, tile, tokens, stages = shape.page_size, shape.tile, shape.tokens, shape.stages
-    quantized = cache_scale is not None
+    quantized = gain is not None
     whole = page_size >= tile  # a block is one page or a part of it: K and V in one load
     parts = page_size // tile  # blocks of a page, if so
 
     def body(
-        q_ref: Ref, cache_ref: Ref, table_ref: Ref, length_ref: Ref, piece_ref: Ref, scale_ref: Ref,
+        q_ref: Ref, cache_ref: Ref, table_ref: Ref, length_ref: Ref, piece_ref: Ref, gain_ref: Ref,
         out_ref: Ref, lse_ref: Ref, q_tile: Ref, ring: Ref, q_here: Ref, here: Ref, *wide: Ref,
     ) -> None:  # fmt: skip
         piece, q_index = lax.axis_index("piece"), lax.axis_index("head")
@@ -191,7 +194,7 @@ def _pieces(
             def fill(block: jax.Array = block, stage: int = stage) -> None:
                 fetch(block, jnp.int32(stage), page_ids(block))
 
-        k_scale = scale_ref[head, 0]
+        gains = mosaic.read_per_row(gain_ref.at[row, q_index]) if quantized else None
         mosaic.wait(q_here)
 
         def step(block: jax.Array, carry: tuple) -> tuple:
@@ -210,8 +213,8 @@ def _pieces(
             else:
                 k, v = ring.at[2 * slot], ring.at[2 * slot + 1]
             products = mosaic.scores(q_tile, k)
-            if quantized:
-                products *= k_scale
+            if gains is not None:
+                products *= mosaic.across(gains, products)
             products = jnp.where(mosaic.ids(*products.shape, axis=1) < live, products, MASKED)
             seen, weights, decay = online_softmax.step(seen, products, scale)
             if not quantized:
@@ -256,8 +259,8 @@ def _pieces(
         scratch += [mosaic.shared_tile((tile, head_dim), q.dtype)] * 2
     # A TMA has five dimensions, of which the layout of a tile takes four.
     slices = cache.reshape(-1, page_size, head_dim)
-    if cache_scale is None:
-        cache_scale = jnp.ones((kv_heads, 2), jnp.float32)
+    if gain is None:  # a kernel has the operands that it has
+        gain = jnp.ones((1, 1, TILE_ROWS), jnp.float32)
     halves, lse = mosaic.launch(
         body,
         [
@@ -269,7 +272,7 @@ def _pieces(
         reduction_bytes=0,
         name="gqa_decode",
         interpret=interpret,
-    )(q, slices, page_table, lengths, pieces, cache_scale)
+    )(q, slices, page_table, lengths, pieces, gain)
     return halves, lse
 
 

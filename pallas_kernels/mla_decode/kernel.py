@@ -56,6 +56,7 @@ def body(
     table: Ref,
     lengths: Ref,
     pieces: Ref,
+    gains: Ref,
     out: Ref,
     lse: Ref,
     *allocated: Ref,
@@ -63,9 +64,10 @@ def body(
     """What `mosaic.launch` runs, over a grid of "tile" and "piece".
 
     q [B, tiles*heads, R+C] in matmul_dtype; cache [P, Z, R+C]; table [B, W]; lengths [B]; pieces
-    [S, 3] as `splitting.cut` gives them, blocks being steps. Writes out [S, tiles*heads, R], each
-    piece's weighted mean (0 without tokens), and lse f32 [S, tiles*heads], the base-2 logarithm of
-    its weights' sum (MASKED without tokens).
+    [S, 3] as `splitting.cut` gives them, blocks being steps; gains f32 [B, tiles*heads], by which
+    products with bytes are multiplied (unread of a bf16 cache). Writes out [S, tiles*heads, R],
+    each piece's weighted mean (0 without tokens), and lse f32 [S, tiles*heads], the base-2
+    logarithm of its weights' sum (MASKED without tokens).
     """
     mine = Scratch(*allocated)
     piece, tile = lax.axis_index("piece"), lax.axis_index("tile")
@@ -87,7 +89,7 @@ def body(
     @mosaic.when(warpgroup == SCORER)
     def _() -> None:
         _deal(shape.registers.scorer)
-        _score(shape, mine, run, lse.at[piece, heads])
+        _score(shape, mine, run, gains.at[row, heads], lse.at[piece, heads])
 
     @mosaic.when(warpgroup < SCORER)
     def _() -> None:
@@ -199,10 +201,11 @@ def _convert(
     lax.fori_loop(0, run.steps, convert_step, None)
 
 
-def _score(shape: Shape, mine: Scratch, run: Run, lse: Ref) -> None:
+def _score(shape: Shape, mine: Scratch, run: Run, gains: Ref, lse: Ref) -> None:
     """The scorer: scores of every step, weights for the summers, the softmax's sum at the end."""
     q = mine.q_or_out[0]
     factor = shape.scale * mosaic.LOG2_E
+    factors = mosaic_turned.read_per_column(gains) * factor if shape.quantized else None
 
     @mosaic.when(run.steps > 0)
     def _() -> None:
@@ -227,7 +230,8 @@ def _score(shape: Shape, mine: Scratch, run: Run, lse: Ref) -> None:
         products = mosaic.scores(mine.latents.at[block], q)
         left = run.length - (run.first + step * STEP)  # live tokens of this step, and later ones
         live = mosaic.ids(STEP, shape.heads, 0) < left
-        scaled = jnp.where(live, products * factor, MASKED)
+        by = factor if factors is None else mosaic_turned.down(factors, products)
+        scaled = jnp.where(live, products * by, MASKED)
         new_top = jnp.maximum(top, scaled.max(axis=0))
         weights = jnp.exp2(scaled - mosaic_turned.down(new_top, scaled))
         shrink = jnp.exp2(top - new_top)

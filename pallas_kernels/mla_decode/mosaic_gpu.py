@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import mosaic, splitting
+from pallas_kernels.f16_queries import to_f16
 from pallas_kernels.mla_decode import block, kernel
 from pallas_kernels.mla_decode.merging import merge
 
@@ -76,9 +77,11 @@ def mla_decode(
         each = jnp.arange(rows + 1, dtype=jnp.int32)
         whole = jnp.stack([each[:-1], jnp.zeros_like(steps), steps], axis=1)
         pieces = splitting.Pieces(whole, each)
+    gains = jnp.ones((1, 1), jnp.float32)  # not read unless the cache is of bytes
     if cache_scale is not None:  # of keys here and of values in the result, not of all that is read
         scales = jnp.where(jnp.arange(width) < latent, cache_scale[0], cache_scale[1])
-        q = q.astype(jnp.float32) * scales
+        q, gains = to_f16(q.astype(jnp.float32) * scales)
+        gains = jnp.pad(gains, ((0, 0), (0, tiles * per_tile - heads)))
     shape = block.Shape(
         heads=per_tile,
         page_size=cache.shape[1],
@@ -103,7 +106,7 @@ def mla_decode(
         reduction_bytes=block.REDUCTION_BYTES,
         name="mla_decode",
         interpret=interpret,
-    )(padded, cache, page_table, lengths, pieces.ranges)
+    )(padded, cache, page_table, lengths, pieces.ranges, gains)
     if cut or cache_scale is not None:
         gain = jnp.ones(1, jnp.float32) if cache_scale is None else cache_scale[:1]
         return merge(parts, lse, pieces.bounds, gain, heads=heads, interpret=interpret)

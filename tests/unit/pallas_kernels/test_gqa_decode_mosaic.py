@@ -35,10 +35,10 @@ def make_case(lengths, *, heads=4, kv_heads=1, head_dim=64, page_size=16, dtype=
     return [*case, jnp.asarray(rng.uniform(0.2, 0.5, (kv_heads, 2)), jnp.float32)]
 
 
-def attend(case, backend):
+def attend(case, backend, scale=SCALE):
     def op(q, cache, table, lengths, cache_scale=None):
         return gqa_decode(
-            q, cache, table, lengths, scale=SCALE, cache_scale=cache_scale, backend=backend
+            q, cache, table, lengths, scale=scale, cache_scale=cache_scale, backend=backend
         )
 
     return interpreted(op, *case)
@@ -88,6 +88,15 @@ def test_it_is_attention_and_nothing_unread_reaches_it(name, dtype):
 def test_xla_is_as_close(dtype):
     case = make_case([1, 15, 16, 17, 0, 300], dtype=dtype, kv_heads=2)
     np.testing.assert_allclose(attend(case, "xla"), truth(case), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("size", [2.0**20, 2.0**-40])
+def test_queries_beside_bytes_may_be_of_any_size(size):
+    """Larger ones than f16 holds, and smaller; each head's of its own size."""
+    q, *rest = make_case([40, 17], dtype="uint8", kv_heads=2)
+    of_head = jnp.asarray([1, 2.0**-9, 2.0**-3, 0], q.dtype)[:, None]
+    ours = attend([q * of_head * size, *rest], "mosaic_interpret", SCALE / size)
+    np.testing.assert_allclose(ours, truth([q * of_head, *rest]), atol=TOLERANCE)
 
 
 REFILL = "            if not quantized:\n                mosaic.when(more)(refill)\n"

@@ -51,9 +51,9 @@ def make_case(
     return [*case, jnp.asarray([0.3, 0.2], jnp.float32)]
 
 
-def attend(case, backend, latent=LATENT):
+def attend(case, backend, latent=LATENT, scale=SCALE):
     def op(q, cache, table, lengths, cache_scale=None):
-        given = {"scale": SCALE, "latent": latent, "cache_scale": cache_scale, "backend": backend}
+        given = {"scale": scale, "latent": latent, "cache_scale": cache_scale, "backend": backend}
         return mla_decode(q, cache, table, lengths, **given)
 
     return interpreted(op, *case)
@@ -123,6 +123,15 @@ def test_large_scores_do_not_overflow():
     q, *rest = make_case([200], poison=-np.inf)
     case = [q * 100, *rest]
     np.testing.assert_allclose(attend(case, "mosaic_interpret"), truth(case), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("size", [2.0**20, 2.0**-40])
+def test_queries_beside_bytes_may_be_of_any_size(size):
+    """Larger ones than f16 holds, and smaller; each head's of its own size."""
+    q, *rest = make_case([40, 17], dtype="uint8")
+    of_head = jnp.asarray([1, 2.0**-9, 2.0**-3, 0], q.dtype)[:, None]
+    ours = attend([q * of_head * size, *rest], "mosaic_interpret", scale=SCALE / size)
+    np.testing.assert_allclose(ours, truth([q * of_head, *rest]), atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
