@@ -3,6 +3,7 @@
 Everything that waits releases the GIL, and the native threads never take it.
 """
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -33,6 +34,8 @@ from ffi_transport.types import (
     RemoteRegion,
 )
 
+_LOG = logging.getLogger(__name__)
+
 LIBFABRIC_VARIABLE = "JAXDISAGG_LIBFABRIC"
 """The environment variable that names the library where EngineConfig.libfabric_path does not."""
 
@@ -59,8 +62,18 @@ class TransferEngine:
         self.event_fd = self._native.event_fd
 
     def close(self) -> None:
-        """Say goodbye, close every endpoint, end every transfer and thread. Idempotent."""
-        self._native.close()
+        """Say goodbye, close every endpoint, end every transfer and thread. Idempotent.
+
+        Host mirrors from which hung copies may still read stay mapped as long as the process lives;
+        a warning is logged then, and counters() says how many as "mirrors_kept".
+        """
+        kept = self._native.close()
+        if kept:
+            _LOG.warning(
+                "host mirrors of device memory that stay mapped until the process ends: %d, as "
+                "copies out of them into their devices have hung",
+                kept,
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -89,8 +102,9 @@ class TransferEngine:
         Peers write to the region, and it is written from, through them alone. `device` is the CUDA
         ordinal of the device whose memory it is, None for the host's; config.device_memory says how
         it is reached. A ValueError for a domain that is out of range or there twice, or memory that
-        is not the device's; FabricUnavailable without CUDA's driver, or if it must be reached
-        directly and the provider cannot; RegistrationFailed when the provider refuses.
+        is not the device's, or not all of it; FabricUnavailable without CUDA's driver, or if it
+        must be reached directly and the provider cannot; RegistrationFailed when the provider
+        refuses.
         """
         id, descriptor = self._native.register_memory(
             address, length, None if domains is None else list(domains), device

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -109,7 +110,7 @@ def unit_tuple(unit: PageUnit) -> "UnitTuple":
 def landing_tuple(landing: Landing) -> "LandingTuple":
     """A landing with its regions' numbers."""
     regions = [region.id for region in landing.regions]
-    return regions, pages_array("pages", landing.pages), landing.page_bytes
+    return regions, pages_array("pages", landing.pages), index(landing.page_bytes)
 
 
 def plan_tuple(write: PlanWrite) -> "PlanTuple":

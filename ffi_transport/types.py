@@ -172,8 +172,9 @@ class Landing:
     page_bytes: int
 
     def __post_init__(self) -> None:
-        if self.page_bytes < 1:
-            raise ValueError(f"page_bytes: {self.page_bytes}, must be at least 1")
+        size = self.page_bytes
+        if not isinstance(size, int | np.integer) or not 1 <= size < 1 << 64:
+            raise ValueError(f"page_bytes: {size!r}, must be an integer in 1..2^64-1")
 
 
 @dataclass(frozen=True)

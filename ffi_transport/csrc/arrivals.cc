@@ -24,23 +24,22 @@ Result<Landing> Landing::of_pages(std::vector<RegionPtr> regions,
                                   const std::vector<uint32_t>& pages, uint64_t page_bytes) {
   Landing landing;
   if (page_bytes == 0) return Status(Code::kInvalid, "page_bytes: 0, a page has at least one byte");
-  uint64_t newest = 0;
+  // Before any offset is computed: of pages within a region none overflows.
+  const uint32_t last = pages.empty() ? 0 : *std::ranges::max_element(pages);
+  for (const RegionPtr& region : regions) {
+    if (pages.empty() || last < region->length / page_bytes) continue;
+    return Status(Code::kInvalid,
+                  "landings: page " + std::to_string(last) + " of " + std::to_string(page_bytes) +
+                      " bytes is beyond the region's " + std::to_string(region->length) + " bytes");
+  }
+  if (regions.empty()) return landing;
   for (const uint32_t page : pages) {
-    const uint64_t offset = page * page_bytes;  // below 2^32 * 2^30
-    newest = std::max(newest, offset);
+    const uint64_t offset = page * page_bytes;
     if (!landing.runs.empty() &&
         landing.runs.back().offset + landing.runs.back().length == offset) {
       landing.runs.back().length += page_bytes;
     } else {
       landing.runs.push_back({offset, page_bytes});
-    }
-  }
-  for (const RegionPtr& region : regions) {
-    if (!pages.empty() && (page_bytes > region->length || newest > region->length - page_bytes)) {
-      return Status(Code::kInvalid, "landings: page " + std::to_string(newest / page_bytes) +
-                                        " of " + std::to_string(page_bytes) +
-                                        " bytes is beyond the region's " +
-                                        std::to_string(region->length) + " bytes");
     }
   }
   landing.regions = std::move(regions);
@@ -148,6 +147,10 @@ Status Arrivals::drop(int64_t slot) {
     return Status(Code::kTimeout, std::move(detail));
   }
   if (!copied || entry->hung) {
+    if (entry->hung) {
+      std::lock_guard lock(mutex_);
+      std::erase(hung_, entry);
+    }
     discard(*entry);
     release(*entry);
   }
@@ -185,6 +188,7 @@ void Arrivals::loop() {
     const Status status = run(*entry);
     lock.lock();
     entry->state = Entry::State::kDone;
+    if (entry->hung) hung_.push_back(entry);
     // Told under the lock: whoever drops the slot has either stopped this or is told before.
     if (entry->unwanted || stopping_) {
       bump(stats_->arrivals_dropped);
@@ -280,8 +284,19 @@ void Arrivals::close() {
   }
   if (thread_.joinable()) thread_.join();
   std::lock_guard lock(mutex_);
+  for (const EntryPtr& entry : hung_) keep_mirrors(*entry);
+  hung_.clear();
   queue_.clear();
   entries_.clear();  // and with them the last owners of regions
+}
+
+void Arrivals::keep_mirrors(const Entry& entry) {
+  for (const Landing& landing : entry.staged) {
+    for (const RegionPtr& region : landing.regions) {
+      const auto lane = std::ranges::find(entry.copying, region->device, &DeviceLane::ordinal);
+      if ((*lane)->hung() && region->mirror->keep()) bump(stats_->mirrors_kept);
+    }
+  }
 }
 
 }  // namespace ffi_transport

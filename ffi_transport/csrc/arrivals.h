@@ -64,7 +64,8 @@ class Arrivals : public CountGate {
   // CountGate: by the thread that counted.
   bool take(const Event& event) override;
 
-  // What has begun ends, the rest does not begin. Joins the thread.
+  // What has begun ends, the rest does not begin. Joins the thread. Mirrors from which a device
+  // that hangs may still read are kept as long as the process lives (stats: mirrors_kept).
   void close();
 
  private:
@@ -89,6 +90,7 @@ class Arrivals : public CountGate {
   bool unwanted(const Entry& entry);
   static void discard(const Entry& entry);
   static void release(const Entry& entry);
+  void keep_mirrors(const Entry& entry);
 
   const ImmCounters* const counters_;
   EventQueue* const events_;
@@ -102,6 +104,7 @@ class Arrivals : public CountGate {
   std::condition_variable changed_;
   std::unordered_map<int64_t, EntryPtr> entries_;
   std::deque<EntryPtr> queue_;
+  std::vector<EntryPtr> hung_;  // dropped or not: they hold the mirrors that copies may read
   bool stopping_ = false;
   std::thread thread_;
 };

@@ -167,7 +167,7 @@ void bind_engine(nb::module_& module) {
       .def_prop_ro("epoch", &Engine::epoch)
       .def_prop_ro("index", &Engine::index)
       .def_prop_ro("event_fd", &Engine::event_fd)
-      .def("close", [](Engine& self) { unlocked([&] { self.close(); }); })
+      .def("close", [](Engine& self) { return unlocked([&] { return self.close(); }); })
       .def(
           "register_memory",
           [](Engine& self, uint64_t address, uint64_t length,

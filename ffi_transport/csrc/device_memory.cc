@@ -53,23 +53,30 @@ DmaBuf::~DmaBuf() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-Status check_owner(const CudaDevice& device, uint64_t address) {
+Status check_owner(const CudaDevice& device, uint64_t address, uint64_t length) {
   const CudaDriver& cuda = device.driver();
   const CudaCurrent current(device);
   if (!current.status().ok()) return current.status();
-  unsigned type = 0;
-  int owner = -1;
-  if (cuda.pointer_get_attribute(&type, cuda::kPointerMemoryType, address) != cuda::kSuccess ||
-      cuda.pointer_get_attribute(&owner, cuda::kPointerDeviceOrdinal, address) != cuda::kSuccess) {
-    return {};
+  for (const uint64_t byte : {address, address + length - 1}) {
+    unsigned type = 0;
+    int owner = -1;
+    if (cuda.pointer_get_attribute(&type, cuda::kPointerMemoryType, byte) != cuda::kSuccess ||
+        cuda.pointer_get_attribute(&owner, cuda::kPointerDeviceOrdinal, byte) != cuda::kSuccess) {
+      if (byte == address) return {};
+      return Status(Code::kInvalid, "length: " + std::to_string(length) +
+                                        " bytes end beyond what was allocated on " +
+                                        name_of(device));
+    }
+    if (type == cuda::kMemoryTypeHost) {
+      return Status(Code::kInvalid,
+                    "device: the address is the host's memory, not " + name_of(device) + "'s");
+    }
+    if (owner != device.ordinal()) {
+      return Status(Code::kInvalid, "device: the memory is CUDA device " + std::to_string(owner) +
+                                        "'s, not " + std::to_string(device.ordinal()) + "'s");
+    }
   }
-  if (type == cuda::kMemoryTypeHost) {
-    return Status(Code::kInvalid, "device: the address is the host's memory, not CUDA device " +
-                                      std::to_string(device.ordinal()) + "'s");
-  }
-  if (owner == device.ordinal()) return {};
-  return Status(Code::kInvalid, "device: the memory is CUDA device " + std::to_string(owner) +
-                                    "'s, not " + std::to_string(device.ordinal()) + "'s");
+  return {};
 }
 
 }  // namespace ffi_transport

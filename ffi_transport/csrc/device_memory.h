@@ -36,8 +36,10 @@ class DmaBuf {
   uint64_t base_ = 0;
 };
 
-// kInvalid if the driver knows the address as another device's or the host's. Ok if it does not
-// know it at all: then its first copy says so.
-Status check_owner(const CudaDevice& device, uint64_t address);
+// kInvalid if the driver knows the first byte or the last as another device's or the host's, or the
+// first alone: then the range leaves what was allocated. Ok if it does not know the first at all:
+// then its first copy says so. The ends are asked for, not an allocation's size, since one range
+// may be mapped of several.
+Status check_owner(const CudaDevice& device, uint64_t address, uint64_t length);
 
 }  // namespace ffi_transport

@@ -142,9 +142,9 @@ Status Engine::start_workers() {
   return {};
 }
 
-void Engine::close() {
+uint64_t Engine::close() {
   std::lock_guard lock(close_mutex_);
-  if (closed_.exchange(true)) return;
+  if (closed_.exchange(true)) return 0;
   plans_.close();
   // Peers first, while the workers can still fence them; then triggers; then the workers.
   if (control_) control_->stop();
@@ -161,6 +161,7 @@ void Engine::close() {
     regions_.clear();
   }
   events_.close();
+  return stats_.mirrors_kept.load(std::memory_order_relaxed);
 }
 
 Status Engine::check_open() const {

@@ -60,7 +60,9 @@ class Engine : private DataPlane {
   static Result<std::unique_ptr<Engine>> create(const EngineOptions& options,
                                                 std::optional<std::string> hello);
   ~Engine() override;
-  void close();  // idempotent; joins all threads
+  // Idempotent; joins all threads. How many mirrors the call leaves mapped for good, since copies
+  // out of them have hung.
+  uint64_t close();
 
   const std::string& provider() const { return data_fabric_->provider(); }
   std::string control_address() const { return control_->address(); }

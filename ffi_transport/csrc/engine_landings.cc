@@ -36,6 +36,7 @@ Result<Arrivals*> Engine::arrivals() {
 
 Status Engine::arm(int64_t slot, int64_t expected, bool adopt_early,
                    const std::vector<LandingRequest>& requests) {
+  if (Status status = check_open(); !status.ok()) return status;
   auto landings = find_landings(requests);
   if (!landings.ok()) return landings.status();
   const auto in_host = [](const RegionPtr& region) { return region->mode == MemoryMode::kHost; };

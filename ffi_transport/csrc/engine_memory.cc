@@ -1,6 +1,7 @@
 // The engine's memory: which way a region is registered, and its end.
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <thread>
 
 #include "device_lane.h"
@@ -49,6 +50,10 @@ Result<RegionPtr> Engine::register_memory(uint64_t address, uint64_t length,
     return Status(Code::kInvalid, "a region needs an address and a length, not " +
                                       std::to_string(address) + " and " + std::to_string(length));
   }
+  if (length > std::numeric_limits<uint64_t>::max() - address) {
+    return Status(Code::kInvalid, "length: " + std::to_string(length) + " bytes at " +
+                                      std::to_string(address) + " end beyond all memory");
+  }
   auto domains = choose_domains(std::move(wanted));
   if (!domains.ok()) return domains.status();
   auto region = std::make_shared<Region>();
@@ -78,7 +83,8 @@ Status Engine::register_host(Region* region, const std::vector<uint32_t>& domain
 Status Engine::register_device(Region* region, const std::vector<uint32_t>& domains) {
   auto device = CudaDevice::open(region->device);
   if (!device.ok()) return device.status();
-  if (Status status = check_owner(**device, region->address); !status.ok()) return status;
+  if (Status status = check_owner(**device, region->address, region->length); !status.ok())
+    return status;
   if (options_.device_memory == DeviceMemory::kStaged) {
     region->why_staged = "device_memory is \"staged\"";
   } else {

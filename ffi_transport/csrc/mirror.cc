@@ -30,7 +30,9 @@ Result<std::unique_ptr<Mirror>> Mirror::create(uint64_t length, bool give_back) 
   return std::unique_ptr<Mirror>(new Mirror(static_cast<char*>(address), length, give_back));
 }
 
-Mirror::~Mirror() { ::munmap(address_, length_); }
+Mirror::~Mirror() {
+  if (!kept_) ::munmap(address_, length_);
+}
 
 void Mirror::discard(uint64_t offset, uint64_t length) {
   if (!give_back_) return;

@@ -6,6 +6,7 @@
 // copied. A page that a revoked request leaves here is plain memory that no device sees.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 
@@ -29,6 +30,9 @@ class Mirror {
   // pages of the system's: what shares one with its neighbours stays, since a neighbour may be
   // another request's and not copied yet.
   void discard(uint64_t offset, uint64_t length);
+  // The mapping outlives this object, to the end of the process: a device may still read it. False
+  // if that was said before.
+  bool keep() { return !kept_.exchange(true); }
 
  private:
   Mirror(char* address, uint64_t length, bool give_back)
@@ -37,6 +41,7 @@ class Mirror {
   char* const address_;
   const uint64_t length_;
   const bool give_back_;
+  std::atomic<bool> kept_{false};
 };
 
 }  // namespace ffi_transport

@@ -26,6 +26,7 @@ namespace ffi_transport {
   X(arrival_flushes)     /* of a NIC's writes into a device (R17) */               \
   X(arrivals_failed)     /* slots whose pages did not come into a device */        \
   X(arrivals_dropped)    /* slots disarmed, or overshot, before they were there */ \
+  X(mirrors_kept)        /* for good: copies out of them hung until the end */     \
   X(triggers)            /* calls of the FFI handler, or seen in the slots */      \
   X(slot_values_skipped) /* layers that a later layer or step vouched for */       \
   X(no_plan_triggers)                                                              \

@@ -36,6 +36,14 @@ TEST(landing_joins_pages_that_follow_each_other) {
               "page 64 of 4096 bytes is beyond");
   CHECK_FAILS(Landing::of_pages({device.region}, {0}, kPages * kPage + 1).status(), Code::kInvalid,
               "is beyond");
+  // page * page_bytes would be 2^64, 2^64 + 2^33 and 0 bytes.
+  const uint64_t wide = 1ull << 33;
+  device.region->length = wide;
+  for (const uint32_t page : {1u << 31, (1u << 31) + 1, 1u}) {
+    CHECK_FAILS(Landing::of_pages({device.region}, {page, 0}, wide).status(), Code::kInvalid,
+                "page " + std::to_string(page) + " of 8589934592 bytes is beyond");
+  }
+  CHECK_OK(Landing::of_pages({device.region}, {0, 0}, wide).status());
   CHECK_FAILS(Landing::of_pages({device.region}, {0}, 0).status(), Code::kInvalid, "page_bytes: 0");
 }
 

@@ -185,6 +185,45 @@ TEST(a_hung_device_fails_its_slots_and_keeps_their_pages) {
   CHECK(sound.holds(3, 'b'));
 }
 
+TEST(mirrors_that_hung_copies_read_outlive_their_regions) {
+  for (const bool disarmed : {false, true}) {
+    Fixture f(30);
+    Device hung(0), other(0), unused(0);
+    CHECK_OK(f.arm(1, 1, {hung.region, other.region}, {1}));
+    CHECK_OK(f.arm(2, 1, {unused.region}, {1}));
+    for (Device* device : {&hung, &other}) device->land(1, 'a');
+    fake_cuda_hold(1);
+    f.add(1, 1);
+    CHECK(f.next().kind == EventKind::kArrivalFailed);
+    f.add(2, 1);
+    CHECK(f.next().kind == EventKind::kArrivalFailed);  // no copy of it has begun
+    if (disarmed) CHECK_FAILS(f.disarm(1), Code::kTimeout, "its pages are not safe");
+    f.arrivals.close();
+    CHECK_EQ(f.stats.mirrors_kept.load(), 2u);
+    for (Device* device : {&hung, &other, &unused}) {
+      CHECK_EQ(device->region.use_count(), 1);
+      device->region.reset();
+    }
+    fake_cuda_hold(0);
+    CHECK(eventually([] { return !lines("ran cuEventRecord").empty(); }));
+    CHECK(hung.holds(1, 'a'));
+    CHECK(other.holds(1, 'a'));
+  }
+}
+
+TEST(mirrors_of_copies_that_have_ended_after_all_are_not_kept) {
+  Fixture f(30);
+  Device device(0);
+  CHECK_OK(f.arm(1, 1, {device.region}, {1}));
+  fake_cuda_hold(1);
+  f.add(1, 1);
+  CHECK(f.next().kind == EventKind::kArrivalFailed);
+  fake_cuda_hold(0);
+  CHECK(eventually([] { return !lines("ran cuEventRecord").empty(); }));
+  f.arrivals.close();
+  CHECK_EQ(f.stats.mirrors_kept.load(), 0u);
+}
+
 TEST(arrivals_that_are_closed_copy_nothing_more) {
   Device device(0);
   {

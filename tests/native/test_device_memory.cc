@@ -190,6 +190,46 @@ TEST(device_memory_is_checked_when_it_is_registered) {
   CHECK_FAILS(registered(a, -1), Code::kInvalid, "CUDA device -1");
   fake_cuda_set_pointer(address, memory.size(), 5);
   CHECK_FAILS(registered(a, 4), Code::kInvalid, "is CUDA device 5's, not 4's");
+  CHECK_OK(registered(a, 5));
+  const auto of_length = [&](uint64_t length, std::optional<int> device) {
+    return a.engine->register_memory(address, length, std::nullopt, device).status();
+  };
+  CHECK_FAILS(of_length(memory.size() + 1, 5), Code::kInvalid,
+              "length: 4097 bytes end beyond what was allocated on CUDA device 5");
+  fake_cuda_set_pointer(address + memory.size(), 64, 6);
+  CHECK_FAILS(of_length(memory.size() + 1, 5), Code::kInvalid, "is CUDA device 6's, not 5's");
+  fake_cuda_set_pointer(address + memory.size(), 64, 5);
+  CHECK_OK(of_length(memory.size() + 1, 5));  // one range may be mapped of several
+  for (const std::optional<int> device : {std::optional<int>(), std::optional<int>(5)}) {
+    CHECK_FAILS(of_length(~uint64_t{0} - 4095, device), Code::kInvalid, "end beyond all memory");
+  }
+}
+
+TEST(closed_engines_keep_the_mirrors_that_hung_copies_read) {
+  FakeDriver driver;
+  EngineOptions how = options();
+  how.arrival_timeout_ms = 50;
+  std::vector<char> memory(64 * 4096, 'p');
+  {
+    Node node(how);
+    auto made = node.engine->register_memory(reinterpret_cast<uint64_t>(memory.data()),
+                                             memory.size(), std::nullopt, 1);
+    CHECK_OK(made.status());
+    std::memset((*made)->mirror->address(), 'a', memory.size());
+    const std::vector<Engine::LandingRequest> landings{{{(*made)->id}, {0, 1, 5}, 4096}};
+    made = Status(Code::kClosed, "the engine is the last owner");
+    fake_cuda_hold(1);
+    CHECK_OK(node.engine->arm(1, 0, false, landings));
+    CHECK(eventually([] { return count_in_log("cuEventRecord") > 0; }));
+    CHECK_EQ(node.engine->close(), 1u);
+    CHECK_EQ(node.engine->close(), 0u);
+    CHECK_FAILS(node.engine->arm(2, 1, false, landings), Code::kClosed, "the engine is closed");
+    CHECK_FAILS(node.engine->arm(2, 1, false, {}), Code::kClosed, "the engine is closed");
+  }
+  fake_cuda_hold(0);  // and now they do run
+  CHECK(eventually([] { return count_in_log("ran cuEventRecord") > 0; }));
+  for (const size_t page : {0, 1, 5}) CHECK_EQ(memory[page * 4096], 'a');
+  CHECK_EQ(memory[2 * 4096], 'p');
 }
 
 TEST(pinned_memory_is_had_by_who_sends_and_not_before) {

@@ -1,12 +1,14 @@
 """Device memory of a fake driver: sent through pinned memory, or registered as it is."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from fabric_peer import PAGE, wait_for
 
 from ffi_transport.engine import TransferEngine
-from ffi_transport.errors import FabricUnavailable
-from ffi_transport.types import CounterReached, EngineConfig, PageUnit, TransferEnded
+from ffi_transport.errors import FabricUnavailable, TransportError
+from ffi_transport.types import CounterReached, EngineConfig, Landing, PageUnit, TransferEnded
 
 WHOLE = PageUnit(PAGE, 0, PAGE, 0, PAGE)
 PAGES = 512
@@ -82,6 +84,51 @@ def test_memory_of_no_device_is_refused(make_node, fake_cuda):
     fake_cuda.set_pointer(memory.ctypes.data, PAGE, 1)
     with pytest.raises(ValueError, match="is CUDA device 1's, not 0's"):
         node.engine.register_memory(memory.ctypes.data, PAGE, device=0)
+    with pytest.raises(ValueError, match=f"length: {2 * PAGE} bytes end beyond what was allocated"):
+        node.engine.register_memory(memory.ctypes.data, 2 * PAGE, device=1)
+    for device in (None, 1):
+        with pytest.raises(ValueError, match="end beyond all memory"):
+            node.engine.register_memory(memory.ctypes.data, 2**64 - PAGE, device=device)
+
+
+def test_pages_of_a_landing_are_checked(make_node, fake_cuda):
+    node = make_node("loopback")
+    _, region = device_memory(node)
+    bad: tuple[Any, ...] = (0, -1, 3.5, 4096.0, 2**64, "4096", None)
+    for size in bad:
+        with pytest.raises(ValueError, match=r"page_bytes: .* must be an integer"):
+            Landing((region,), [0], size)
+    for page, size in ((PAGES, PAGE), (2**31, 2**33), (2**32 - 1, 2**63), (1, 2**64 - 1)):
+        with pytest.raises(ValueError, match=f"page {page} of {size} bytes is beyond"):
+            node.engine.arm(2, 1, landings=[Landing((region,), [0, page], size)])
+    size: Any = np.int64(PAGE)
+    node.engine.arm(2, 1, landings=[Landing((region,), [PAGES - 1], size)])
+
+
+def test_close_says_that_mirrors_are_kept(caplog, monkeypatch):
+    engine = TransferEngine(EngineConfig(provider="loopback"))
+    closing, left = engine._native, [2, 0]
+
+    class Hung:
+        def close(self) -> int:
+            closing.close()
+            return left.pop(0)
+
+    monkeypatch.setattr(engine, "_native", Hung())
+    engine.close()
+    engine.close()
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert "stay mapped until the process ends: 2, as copies" in record.message
+
+
+def test_a_closed_engine_arms_nothing(make_node, fake_cuda):
+    node = make_node("loopback")
+    _, region = device_memory(node)
+    node.engine.close()
+    for landings in ([], [Landing((region,), [0], PAGE)]):
+        with pytest.raises(TransportError, match="the engine is closed"):
+            node.engine.arm(2, 1, landings=landings)
 
 
 def test_without_a_driver_it_says_what_is_missing(make_node, monkeypatch):
