@@ -43,12 +43,13 @@ prepare() {
     platforms+=(--platform "manylinux_2_${minor}_x86_64")
   done
   for name in "${WHEELS[@]}"; do
-    version=$("$python" -c "from importlib.metadata import version; print(version('$name'))" \
-      2>/dev/null) || continue
+    # What only the build needs (nanobind) need not be installed here: its newest, then.
+    version=$("$python" -c "from importlib.metadata import version; print('==' + version('$name'))" \
+      2>/dev/null) || version=
     "$python" -m pip --disable-pip-version-check download -q --no-deps --only-binary=:all: \
       --python-version 3.12 --implementation cp "${platforms[@]}" \
       --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d "$folder/wheels" \
-      "$name==$version"
+      "$name$version"
   done
   (cd "$folder/debs" && apt-get -qq download "${DEBS[@]}")
   cp ffi_transport/_native*.so "$folder/native" 2>/dev/null ||

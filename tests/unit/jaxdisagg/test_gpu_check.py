@@ -264,7 +264,7 @@ def test_what_is_carried_is_all_that_the_steps_import():
     carried = set(map(canonicalize_name, words[1].split()))
     installed = metadata.packages_distributions()
     known = {canonicalize_name(name) for names in installed.values() for name in names}
-    assert carried <= known  # one that is not here would not be carried
+    assert carried <= known | {"nanobind"}  # that one the build alone needs, which has its own
     there = carried | needed_by("jax", "flax", "orbax-checkpoint") | {"jaxdisagg"}
     absent = [
         module for module, names in installed.items()
