@@ -28,9 +28,30 @@ SHARED_LIMIT = 232_448  # bytes of shared memory that one block may have on Hopp
 LOG2_E = math.log2(math.e)
 WARPGROUP = "warpgroup"  # the axis whose index tells a block's warpgroups apart
 
+HEAD_DIMS = (64, 128)  # of K and V in pages; 256 columns of a result take too many registers
+LARGEST_PAGE = 128  # tokens
 Ref = Any  # the library's references have no public type
 when = pl.when
 span = pl.ds
+
+
+# What paged kernels take --------------------------------------------------------------------------
+
+
+def refuse_page(page_size: int) -> str | None:
+    """Why a kernel cannot load pages of this many tokens; None if it can."""
+    if page_size % 8 or not 8 <= page_size <= LARGEST_PAGE:
+        return f"page size {page_size} is not a multiple of 8 from 8 to {LARGEST_PAGE}"
+    return None
+
+
+def refuse_heads(head_dim: int, scale: float) -> str | None:
+    """Why a kernel cannot attend with heads of this width and scores of this scale; or None."""
+    if head_dim not in HEAD_DIMS:
+        return f"head dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if scale <= 0:
+        return f"scale {scale} is not positive"
+    return None
 
 
 # Launching, and what a block owns -----------------------------------------------------------------

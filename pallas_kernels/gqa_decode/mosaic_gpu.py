@@ -19,7 +19,6 @@ from pallas_kernels.gqa_decode.merging import merge
 from pallas_kernels.mosaic import TILE_ROWS, Ref
 from pallas_kernels.paging import MASKED
 
-HEAD_DIMS = (64, 128)  # 256 columns of the result take more registers than a thread has
 # What a block may have of shared memory if two are to be on one processor: half of its 228 KiB,
 # less the KiB that each block loses.
 HALF = 233_472 // 2 - 1024
@@ -76,13 +75,7 @@ def supports(q: jax.Array, cache: jax.Array, scale: float) -> str | None:
     page_size, head_dim = cache.shape[3:]
     if q.dtype != jnp.bfloat16 or cache.dtype not in (jnp.bfloat16, jnp.uint8):
         return f"q {q.dtype} and cache {cache.dtype} are not bfloat16 and bfloat16 or uint8"
-    if head_dim not in HEAD_DIMS:
-        return f"head dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
-    if page_size % 8 or not 8 <= page_size <= 128:
-        return f"page size {page_size} is not a multiple of 8 from 8 to 128"
-    if scale <= 0:
-        return f"scale {scale} is not positive"
-    return None
+    return mosaic.refuse_heads(head_dim, scale) or mosaic.refuse_page(page_size)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "interpret"))

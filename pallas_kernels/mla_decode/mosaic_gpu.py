@@ -24,13 +24,11 @@ def supports(q: jax.Array, cache: jax.Array, latent: int) -> str | None:
     if q.dtype != jnp.bfloat16 or cache.dtype not in (jnp.bfloat16, jnp.uint8):
         return f"q {q.dtype} and cache {cache.dtype} are not bfloat16 and bfloat16 or uint8"
     _, page_size, width = cache.shape
-    if page_size % 8 or not 8 <= page_size <= 128:
-        return f"page size {page_size} is not a multiple of 8 from 8 to 128"
     if latent % 128 or latent > MOST_LATENT:
         return f"latent {latent} is not a multiple of 128 up to {MOST_LATENT}"
     if width % 64 or width > WIDEST:
         return f"width {width} is not a multiple of 64 up to {WIDEST}"
-    return None
+    return mosaic.refuse_page(page_size)
 
 
 def tile_heads(heads: int, quantized: bool) -> tuple[int, int]:

@@ -18,9 +18,8 @@ from pallas_kernels.paged_prefill import tiles
 from pallas_kernels.paged_prefill.tiles import Tiles
 from pallas_kernels.paging import MASKED
 
-HEAD_DIMS = (64, 128)
 QUERY_ROWS = 2 * TILE_ROWS  # a query row is one token with one query head
-KEY_ROWS = 128
+KEY_ROWS = mosaic.LARGEST_PAGE
 # Three blocks of K and V of head dim 128, with 128 query rows, take 224 of the 227 KiB.
 STAGES = 3
 LOADER = 2  # the warpgroups before it compute
@@ -31,15 +30,9 @@ def supports(q: jax.Array, cache: jax.Array, scale: float) -> str | None:
     _, kv_heads, _, page_size, head_dim = cache.shape
     if q.dtype != jnp.bfloat16 or cache.dtype != jnp.bfloat16:
         return f"q {q.dtype} and cache {cache.dtype} are not bfloat16"
-    if head_dim not in HEAD_DIMS:
-        return f"head dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
-    if page_size % 8 or not 8 <= page_size <= KEY_ROWS:
-        return f"page size {page_size} is not a multiple of 8 from 8 to {KEY_ROWS}"
     if q.shape[1] > kv_heads * QUERY_ROWS:
         return f"{q.shape[1] // kv_heads} query heads per KV head are more than {QUERY_ROWS}"
-    if scale <= 0:
-        return f"scale {scale} is not positive"
-    return None
+    return mosaic.refuse_heads(head_dim, scale) or mosaic.refuse_page(page_size)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "interpret"))

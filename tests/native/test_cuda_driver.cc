@@ -1,3 +1,4 @@
+// Opening CUDA's driver and devices, and what the fake one keeps to.
 #include <cstdlib>
 
 #include "check.h"

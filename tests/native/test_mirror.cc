@@ -1,3 +1,4 @@
+// Host mirrors: memory only where bytes landed, given back page by page.
 #include <sys/mman.h>
 #include <unistd.h>
 

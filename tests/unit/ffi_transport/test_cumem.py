@@ -1,3 +1,5 @@
+"""cuMem allocations shared between processes, over a stand-in for cuda-python."""
+
 import ctypes
 import os
 import socket
