@@ -178,11 +178,20 @@ def test_processes_are_pinned_and_idle_ones_sleep(serving_folder):
                 frozenset(os.sched_getaffinity(int(t))) for t in os.listdir(f"/proc/{pid}/task")
             }
             assert masks == {frozenset(node.config.mesh.cpus)}
-        pids = [n.process.pid for n in deployment.nodes] + [os.getpid()]
-        before = sum(cpu_seconds(pid) for pid in pids)
+        pids = [n.process.pid for n in deployment.nodes]
+        before = {pid: (wake_ups(pid), cpu_seconds(pid)) for pid in pids}
         time.sleep(4.0)
-        used = (sum(cpu_seconds(pid) for pid in pids) - before) / 4.0
-    assert used < 0.05, f"an idle deployment uses {used:.1%} of a core"
+        for pid in pids:
+            woken, used = wake_ups(pid) - before[pid][0], cpu_seconds(pid) - before[pid][1]
+            assert woken < 4 * 100, f"{woken / 4:.0f} wake-ups a second in an idle node"
+            assert used < 4 * 0.25, f"an idle node uses {used / 4:.1%} of a core: a thread spins"
+
+
+def wake_ups(pid: int) -> int:
+    """How often the threads of a process have gone to sleep of their own accord."""
+    statuses = Path(f"/proc/{pid}/task").glob("*/status")
+    lines = (line for path in statuses for line in path.read_text().splitlines())
+    return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt"))
 
 
 def cpu_seconds(pid: int) -> float:
