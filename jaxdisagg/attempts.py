@@ -6,6 +6,7 @@ buffer until its request's pages go back to the pool.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxdisagg.active import ActiveRequest
 from jaxdisagg.group.decode_fabric import DecodeFabric
@@ -126,6 +127,29 @@ class Attempts:
     def seen(self, attempt: Attempt) -> tuple[int, ...]:
         """Units that were counted on its slot, by process."""
         return self._fabric.seen(attempt.slot)
+
+    def arrived(self, attempt: Attempt) -> str:
+        """How many of its page-writes had come, in words; by process where the node has several."""
+        seen = self.seen(attempt)
+        text = f"{sum(seen)} of {sum(attempt.expected)} page-writes had arrived"
+        if len(seen) == 1:
+            return text
+        each = zip(seen, attempt.expected, strict=True)
+        shares = (f"{n} of {total} in process {i}" for i, (n, total) in enumerate(each) if total)
+        return f"{text}, {', '.join(shares)}"
+
+    def state(self) -> list[dict[str, Any]]:
+        """The awaiting attempts in /debug/state. For any thread."""
+        return [
+            {
+                "request": attempt.active.id,
+                "prefill_node": attempt.peer.name,
+                "expected": list(attempt.expected),
+                "seen": list(self.seen(attempt)),
+                "cancelled": attempt.cancelled_at is not None,
+            }
+            for attempt in self
+        ]
 
     def __iter__(self) -> Iterator[Attempt]:
         """The awaiting attempts, as they are now: they may end while they are gone through."""

@@ -1,4 +1,4 @@
-"""The KV messenger of a decode node: finds prefill nodes, sends PREFILLs, counts, cancels.
+"""The KV messenger of a decode node: sends PREFILLs to prefill nodes and counts what they write.
 
 A request holds one lease: pages, an immediate slot and a context buffer. They go back together,
 when the request has ended and nothing can write them any more: after the exact count, on a drained
@@ -25,13 +25,14 @@ from jaxdisagg import messages
 from jaxdisagg.active import ActiveRequest
 from jaxdisagg.api import RequestError
 from jaxdisagg.attempts import Attempt, Attempts
+from jaxdisagg.cancellation import Cancellation
 from jaxdisagg.decode_node import DecodeNode
 from jaxdisagg.group.decode_fabric import DecodeFabric
 from jaxdisagg.hello import NodeHello
 from jaxdisagg.landings import Destination
 from jaxdisagg.messages import MessageError
 from jaxdisagg.page_spans import pages_for
-from jaxdisagg.prefill_peers import PrefillPeer, PrefillPeers
+from jaxdisagg.prefill_peers import PrefillPeers
 from jaxdisagg.prefill_reports import PrefillReports
 from jaxdisagg.prefiller import Prefiller
 from jaxdisagg.process_shares import expected_units
@@ -40,7 +41,6 @@ from jaxdisagg.transfer_plan import plan
 log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 0.05
-REVOKING_SHARE = 0.25
 
 
 class DecodeMessenger(Prefiller):
@@ -59,9 +59,8 @@ class DecodeMessenger(Prefiller):
             node.runner.dp,
             node.runner.cache.context_rows,
         )
+        self._cancellation = Cancellation(node, fabric, self.peers, self._attempts)
         self._reports = PrefillReports(node.node.max_requests)
-        self._leaving: dict[int, PrefillPeer] = {}
-        self._overshot: dict[int, list[tuple[ActiveRequest, RequestError]]] = {}
         self._page_writes = 0
         fabric.attach(node.post, self._handle)
 
@@ -143,17 +142,11 @@ class DecodeMessenger(Prefiller):
             # Its loss comes as an event, after its endpoints were fenced, and ends all attempts.
             log.debug("PREFILL %s found %s gone", attempt.id, attempt.peer.name)
         except TransportError as error:  # it takes no messages any more: nothing was sent
-            self._fence(attempt.peer, str(error))
+            self._cancellation.fence(attempt.peer, str(error))
 
     def cancel(self, active: ActiveRequest) -> None:
         """Ask for the end of the writes, again and again until the answer or the fence."""
-        attempt = self._attempts.of_request(active)
-        attempt.cancelled_at = time.monotonic()
-        if attempt.sent:
-            self._send_cancel(attempt, attempt.cancelled_at)
-        else:
-            self._attempts.settle(attempt)
-            self._node.prefill_over(active)
+        self._cancellation.cancel(active)
 
     def tick(self, now: float) -> bool:
         """Deadlines of prefills, resent CANCELs, fences, and new connections."""
@@ -162,13 +155,10 @@ class DecodeMessenger(Prefiller):
         for attempt in self._attempts:
             if self._attempts.awaiting(attempt.id) is not attempt:
                 continue  # ended meanwhile
-            if attempt.peer.id in self._leaving:
+            if self._cancellation.fencing(attempt.peer.id):
                 continue  # its links are being closed in all processes, which ends it
             if attempt.cancelled_at is not None:
-                if now - attempt.cancelled_at >= self._patience(attempt):
-                    self._fence(attempt.peer, "a CANCEL was not answered in time")
-                elif now >= attempt.resend_at:
-                    self._send_cancel(attempt, now)
+                self._cancellation.pursue(attempt, now)
             elif now >= attempt.deadline:
                 self._node.fail_and_cancel(attempt.active, self._late(attempt))
         return False
@@ -176,11 +166,9 @@ class DecodeMessenger(Prefiller):
     def next_deadline(self) -> float | None:
         """The first of the deadlines above."""
         times = [
-            min(a.resend_at, a.cancelled_at + self._patience(a))
-            if a.cancelled_at is not None
-            else a.deadline
+            a.deadline if a.cancelled_at is None else self._cancellation.due(a)
             for a in self._attempts
-            if a.peer.id not in self._leaving
+            if not self._cancellation.fencing(a.peer.id)
         ]
         others = (self.peers.next_deadline(), self._fabric.next_deadline())
         return min([*times, *(t for t in others if t is not None)], default=None)
@@ -188,7 +176,7 @@ class DecodeMessenger(Prefiller):
     def close(self, reason: str) -> None:
         """Fence every peer, so that nothing is written into memory that may go away."""
         for peer in self.peers.connected():
-            self._fence(peer, reason)
+            self._cancellation.fence(peer, reason)
         self._fabric.land_no_more()
         self.peers.close()
 
@@ -206,39 +194,38 @@ class DecodeMessenger(Prefiller):
             case MessageReceived():
                 self._receive(event.peer, event.payload, now)
             case PeerLostEvent():
-                peer = self.peers.lost(event.peer, event.reason)
-                peer = self._leaving.pop(event.peer, peer)
-                if peer is not None:
-                    self._peer_gone(peer, event.reason)
-                    self._fail_overshot(peer)
+                self._cancellation.peer_lost(event.peer, event.reason)
             case PeerConnected():
                 self.peers.greeted(event)
             case _:
                 log.warning("unexpected event on a decode node: %s", event)
 
     def _on_count(self, slot: int, count: int, now: float) -> None:
-        attempt = self._attempts.of_slot(slot)
-        if (
-            attempt is None
-            or attempt.cancelled_at is not None
-            or self._attempts.awaiting(attempt.id) is None
-        ):
-            return  # a count reached while REVOKING frees nothing (R15)
+        attempt = self._counting(slot)
+        if attempt is None:
+            return
         self._page_writes += count
         attempt.active.account.page_writes = count
         self._attempts.settle(attempt)
         self._reports.expect(attempt.id, attempt.active)
         self._node.prefilled(attempt.active, now)
 
+    def _counting(self, slot: int) -> Attempt | None:
+        """The attempt that waits for a slot's count.
+
+        None where it is over already, or cancelled: a count reached while REVOKING frees nothing
+        (R15).
+        """
+        attempt = self._attempts.of_slot(slot)
+        if attempt is None or attempt.cancelled_at is not None:
+            return None
+        return self._attempts.awaiting(attempt.id)
+
     def _on_arrival_failed(self, event: ArrivalFailed) -> None:
         """Every write was counted, so nothing comes any more, but a GPU does not have the pages."""
-        attempt = self._attempts.of_slot(event.slot)
+        attempt = self._counting(event.slot)
         log.error("slot %d: %s", event.slot, event.error)
-        if (
-            attempt is None
-            or attempt.cancelled_at is not None
-            or self._attempts.awaiting(attempt.id) is None
-        ):
+        if attempt is None:
             return
         self._attempts.settle(attempt)
         text = f"the cache from {attempt.peer.name} did not come into the device: {event.error}"
@@ -254,18 +241,7 @@ class DecodeMessenger(Prefiller):
             f"protocol error: {event.seen} page-writes were counted where {event.expected} were "
             "expected"
         )
-        error = RequestError(502, f"{attempt.peer.name}: {reason}", code="prefill_failed")
-        # However the request ends now, its pages are kept until nothing can write them.
-        self._node.hold(attempt.active)
-        self._overshot.setdefault(attempt.peer.id, []).append((attempt.active, error))
-        if not self._fence(attempt.peer, reason):
-            self._fail_overshot(attempt.peer)
-
-    def _fail_overshot(self, peer: PrefillPeer) -> None:
-        for active, error in self._overshot.pop(peer.id, ()):
-            self._node.let_go(active)
-            if not active.life.over:
-                self._node.fail_request(active, error)
+        self._cancellation.fence_overshot(attempt, reason)
 
     def _receive(self, peer_id: int, payload: bytes, now: float) -> None:
         try:
@@ -281,7 +257,7 @@ class DecodeMessenger(Prefiller):
             log.error("%s is no message for a decode node", type(message).__name__)
             return
         attempt = self._attempts.awaiting(message.request)
-        if attempt is None or attempt.peer.id != peer_id or peer_id in self._leaving:
+        if attempt is None or attempt.peer.id != peer_id or self._cancellation.fencing(peer_id):
             return  # the answer to a resent CANCEL, or what a fence will end
         self._attempts.settle(attempt)
         if attempt.cancelled_at is not None:
@@ -306,83 +282,20 @@ class DecodeMessenger(Prefiller):
         """Give back slot and context buffer together with the pages."""
         self._attempts.release(active)
 
-    def _arrived(self, attempt: Attempt) -> str:
-        seen = self._attempts.seen(attempt)
-        text = f"{sum(seen)} of {sum(attempt.expected)} page-writes had arrived"
-        if len(seen) == 1:
-            return text
-        each = zip(seen, attempt.expected, strict=True)
-        shares = (f"{n} of {total} in process {i}" for i, (n, total) in enumerate(each) if total)
-        return f"{text}, {', '.join(shares)}"
-
     def _late(self, attempt: Attempt) -> RequestError:
         waited = time.monotonic() - (attempt.active.sent_at or 0.0)
         return RequestError(
             504,
             f"the prefill at {attempt.peer.name} was not complete after {waited:.1f} s: "
-            f"{self._arrived(attempt)}",
+            f"{self._attempts.arrived(attempt)}",
             code="prefill_timeout",
         )
-
-    def _peer_gone(self, peer: PrefillPeer, reason: str) -> None:
-        """The peer's data endpoints are closed: every attempt with it is over."""
-        for attempt in [a for a in self._attempts if a.peer is peer]:
-            arrived = self._arrived(attempt)
-            self._attempts.settle(attempt)
-            if attempt.cancelled_at is not None:
-                self._node.prefill_over(attempt.active)
-                continue
-            self._node.fail_request(
-                attempt.active,
-                RequestError(
-                    502,
-                    f"the prefill node {peer.name} was lost ({reason}): {arrived}",
-                    code="prefill_node_lost",
-                ),
-            )
-
-    def _fence(self, peer: PrefillPeer, reason: str) -> bool:
-        """Close a peer's links in all processes; its PeerLostEvent comes once they are closed.
-
-        Until then its attempts hold what they have. False if it is gone already.
-        """
-        log.warning("fencing prefill node %s: %s", peer.name, reason)
-        if self.peers.lost(peer.id, reason) is not None:
-            self._leaving[peer.id] = peer
-            self._fabric.fence(peer.id, reason)
-        return peer.id in self._leaving
-
-    def _patience(self, attempt: Attempt) -> float:
-        """Seconds that a CANCEL may stay unanswered before its peer is fenced.
-
-        Short when REVOKING pages exceed a quarter of the pool, but not none: a burst of clients
-        that leave is answered within a step, and a fence would end innocent requests.
-        """
-        share = self._node.pools[attempt.active.rank].revoking_share
-        crowded = share > REVOKING_SHARE
-        return self._timeouts.cancel_resend if crowded else self._timeouts.cancel_fence
-
-    def _send_cancel(self, attempt: Attempt, now: float) -> None:
-        attempt.resend_at = now + self._timeouts.cancel_resend
-        try:
-            self._fabric.send(attempt.peer.id, messages.encode(messages.Cancel(attempt.id)))
-        except TransportError as error:  # resent, or ended by the fence
-            log.debug("CANCEL to %s was not sent: %s", attempt.peer.name, error)
 
     def state(self) -> dict[str, Any]:
         """Its part of /debug/state."""
         return {
             "peers": self.peers.state(),
-            "awaiting": [
-                {
-                    "request": a.active.id,
-                    "prefill_node": a.peer.name,
-                    "expected": list(a.expected),
-                    "seen": list(self._attempts.seen(a)),
-                    "cancelled": a.cancelled_at is not None,
-                }
-                for a in self._attempts
-            ],
+            "awaiting": self._attempts.state(),
             "page_writes": self._page_writes,
             "fabric": self._fabric.state(),
         }

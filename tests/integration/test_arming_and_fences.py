@@ -127,7 +127,8 @@ def test_a_peer_lost_while_arming_ends_the_request(pair, arming):
         _, first = await begun(pair, "lost")
         await asyncio.to_thread(wait_until, lambda: arming, "armed")
         (peer,) = pair.decode.messenger.peers.connected()
-        pair.decode.node.post(lambda: pair.decode.messenger._fence(peer, "for a test"))
+        cancellation = pair.decode.messenger._cancellation
+        pair.decode.node.post(lambda: cancellation.fence(peer, "for a test"))
         with pytest.raises(RequestError, match="for a test"):
             await first
         ((then, problem),) = arming
@@ -143,7 +144,7 @@ def test_what_has_arrived_is_told_by_process(pair, monkeypatch):
     monkeypatch.setattr(messenger._fabric, "seen", lambda slot: (4, 1, 0))
     attempt: Any = SimpleNamespace(slot=1, expected=(4, 6, 0))
     text = "5 of 10 page-writes had arrived, 4 of 4 in process 0, 1 of 6 in process 1"
-    assert messenger._arrived(attempt) == text
+    assert messenger._attempts.arrived(attempt) == text
 
 
 @pytest.mark.parametrize("end", ["it is answered", "its client leaves", "the fence comes first"])
