@@ -1,6 +1,6 @@
 """A mixed node without a model, as a process: `python stub_node.py TOKENIZER_FOLDER ROUTER_URL`.
 
-It answers every request with "h" and announces itself ten times a second, until it is killed.
+It answers every request with "h", prints its URL and announces itself, until it is killed.
 """
 
 import asyncio
@@ -41,8 +41,9 @@ async def main(folder: Path, router: str) -> None:
     )
     await server.start()
     url = "http://{}:{}".format(*server.address)
+    print(url, flush=True)
     info = NodeInfo(id="n0", role="mixed", model="tiny", url=url)
-    Announcer(router, lambda: info, heartbeat_s=0.1).start()
+    Announcer(router, lambda: info).start()
     await asyncio.Event().wait()
 
 

@@ -14,15 +14,17 @@ from jaxdisagg.announce import NodeInfo
 from jaxdisagg.router import create_router_app
 from jaxdisagg.server import create_app
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 SILENCE_S = 1.0
+HEARTBEAT_S = 60.0  # of a node that stays, however slow the machine is
+LAST_S = 0.1  # announced with the last heartbeat, so that the next one is missed soon
 BODY = {"prompt": "x"}
 STREAM = {"prompt": "x", "stream": True}
 
 
 @pytest.fixture
 async def router(serve):
-    """A client of a router that gives up a node without heartbeats after half a second."""
+    """A client of a router that waits SILENCE_S for a node whose heartbeats have ended."""
     async with (
         serve(create_router_app(silence_s=SILENCE_S)) as url,
         httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
@@ -30,8 +32,18 @@ async def router(serve):
         yield client
 
 
-async def announce(router: httpx.AsyncClient, url: str) -> None:
-    info = NodeInfo(id="n0", role="mixed", model="tiny", url=url, heartbeat_s=0.1)
+@pytest.fixture
+async def patient_router(serve):
+    """The same of a router that waits twice as long."""
+    async with (
+        serve(create_router_app(silence_s=2 * SILENCE_S)) as url,
+        httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
+    ):
+        yield client
+
+
+async def announce(router: httpx.AsyncClient, url: str, heartbeat_s: float = HEARTBEAT_S) -> None:
+    info = NodeInfo(id="n0", role="mixed", model="tiny", url=url, heartbeat_s=heartbeat_s)
     await router.post("/internal/announce", content=msgspec.json.encode(info))
 
 
@@ -50,7 +62,10 @@ async def test_a_silent_node_is_given_up(router, serve, make_engine, tiny_tokeni
     async with serve(create_app(engine, tiny_tokenizer)) as url:
         await announce(router, url)
         engine.release(tokens)
-        response = await router.post("/v1/completions", json=body)
+        post = asyncio.create_task(router.post("/v1/completions", json=body))
+        await engine.until(lambda: engine.requests)
+        await announce(router, url, LAST_S)
+        response = await post
         assert response.status_code == (200 if tokens and body is STREAM else 502)
         lost = "node n0 was lost: its heartbeats ended and it sent nothing for too long"
         assert lost in response.text
@@ -60,41 +75,44 @@ async def test_a_silent_node_is_given_up(router, serve, make_engine, tiny_tokeni
 
 
 async def test_what_a_busy_node_still_sends_is_passed_on(
-    router, serve, make_engine, tiny_tokenizer
+    patient_router, serve, make_engine, tiny_tokenizer
 ):
     """Only its heartbeats are late: it gets nothing new, and its streams go on."""
-    engine = make_engine(script=b"abcdefgh", gate=True)
+    router = patient_router
+    engine = make_engine(script=b"abcdefghij", gate=True)
     async with serve(create_app(engine, tiny_tokenizer)) as url:
         await announce(router, url)
         stream = asyncio.create_task(router.post("/v1/completions", json=STREAM))
         await engine.until(lambda: engine.requests)
         engine.release()
+        await announce(router, url, LAST_S)
         await until(router, 503)
         refused = await router.post("/v1/completions", json=BODY)
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "no_decode_node"
-        for _ in range(7):
-            await asyncio.sleep(SILENCE_S / 3)
+        for _ in range(9):  # longer than silence is borne, and never silent for a fourth of that
+            await asyncio.sleep(SILENCE_S / 4)
             engine.release()
         async with asyncio.timeout(DEADLINE_S):
             text = (await stream).text
-        assert text.count('"text"') == 8
+        assert text.count('"text"') == 10
         assert text.endswith("data: [DONE]\n\n")
         assert len(engine.requests) == 1
 
 
 async def test_a_request_outlives_a_pause_of_its_nodes_heartbeats(
-    router, serve, make_engine, tiny_tokenizer
+    patient_router, serve, make_engine, tiny_tokenizer
 ):
+    router = patient_router
     engine = make_engine(gate=True)
     async with serve(create_app(engine, tiny_tokenizer)) as url:
         await announce(router, url)
         post = asyncio.create_task(router.post("/v1/completions", json=BODY))
         await engine.until(lambda: engine.requests)
+        await announce(router, url, LAST_S)
         await until(router, 503)
-        for _ in range(20):  # twice as long as silence is borne, but with heartbeats
-            await announce(router, url)
-            await asyncio.sleep(SILENCE_S / 10)
+        await announce(router, url)
+        await asyncio.sleep(2.2 * SILENCE_S)  # longer than silence is borne
         nodes = (await router.get("/debug/state")).json()["router"]["nodes"]
         assert nodes["n0"]["in_flight"] == 1
         engine.release(2)
@@ -104,11 +122,15 @@ async def test_a_request_outlives_a_pause_of_its_nodes_heartbeats(
 
 @asynccontextmanager
 async def stub_node(folder: str, router_url: str):
-    """A node in a process of its own, which the router knows when this begins."""
+    """A node in a process of its own, and its URL."""
     script = REPOSITORY / "tests" / "support" / "stub_node.py"
-    process = await asyncio.create_subprocess_exec(sys.executable, script, folder, router_url)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, script, folder, router_url, stdout=asyncio.subprocess.PIPE
+    )
     try:
-        yield process
+        async with asyncio.timeout(DEADLINE_S):
+            url = (await process.stdout.readline()).decode().strip()
+        yield process, url
     finally:
         process.kill()  # ends a stopped process too
         await process.wait()
@@ -116,12 +138,17 @@ async def stub_node(folder: str, router_url: str):
 
 @pytest.mark.parametrize("body", [BODY, STREAM])
 async def test_a_frozen_process_fails_its_requests_and_serves_again(router, tiny_folder, body):
-    async with stub_node(str(tiny_folder), str(router.base_url)) as process:
+    async with stub_node(str(tiny_folder), str(router.base_url)) as (process, url):
         await until(router, 200)
         assert (await router.post("/v1/completions", json=body)).status_code == 200
         process.send_signal(signal.SIGSTOP)
         # Still announced: both are sent to it, by an old connection and by a new one.
-        both = [router.post("/v1/completions", json=body) for _ in range(2)]
+        both = [asyncio.create_task(router.post("/v1/completions", json=body)) for _ in range(2)]
+        in_flight = 'jaxdisagg_engine_state{name="nodes.n0.in_flight"} 2.0'
+        async with asyncio.timeout(DEADLINE_S):
+            while in_flight not in (await router.get("/metrics")).text:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await announce(router, url, LAST_S)  # in its name: the last heartbeat
         for response in await asyncio.gather(*both):
             assert response.status_code == 502
             assert "node n0 was lost: its heartbeats ended" in response.text
