@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import pytest
 from nodes import CHUNK, node_config, wait_until
+from threads import allowed_cpus
 
 from jaxdisagg.config import BatchConfig, MeshConfig, ServeConfig, Timeouts
 from jaxdisagg.deployment import Deployment, DeploymentError
@@ -111,9 +112,8 @@ def test_two_processes_answer_as_transformers_does(qwen):
     check_processes(deployment, [[0, 0], [1, 1]])
     (node,) = deployment.nodes
     for i, process in enumerate((node, *node.followers)):
-        tasks = os.listdir(f"/proc/{process.process.pid}/task")
-        masks = {frozenset(os.sched_getaffinity(int(task))) for task in tasks}
-        assert masks == {frozenset(node.config.mesh.cpus_of(i))}
+        cpus = allowed_cpus(process.process.pid)
+        assert set(cpus.values()) == {node.config.mesh.cpus_of(i)}
     metrics = httpx.get(f"{deployment.nodes[0].url}/metrics").text
     assert 'jaxdisagg_engine_state{name="processes.1.compiles_after_warm_up"} 0.0' in metrics
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from nodes import node_config, wait_until
+from threads import allowed_cpus, wake_ups
 
 from jaxdisagg.config import ServeConfig, Timeouts
 from jaxdisagg.deployment import Deployment
@@ -173,11 +174,7 @@ def test_processes_are_pinned_and_idle_ones_sleep(serving_folder):
     with Deployment(ServeConfig(nodes=nodes, port=0)) as deployment:
         text_of(complete(deployment.url))
         for node in deployment.nodes:
-            pid = node.process.pid
-            masks = {
-                frozenset(os.sched_getaffinity(int(t))) for t in os.listdir(f"/proc/{pid}/task")
-            }
-            assert masks == {frozenset(node.config.mesh.cpus)}
+            assert set(allowed_cpus(node.process.pid).values()) == {node.config.mesh.cpus}
         pids = [n.process.pid for n in deployment.nodes]
         before = {pid: (wake_ups(pid), cpu_seconds(pid)) for pid in pids}
         time.sleep(4.0)
@@ -185,13 +182,6 @@ def test_processes_are_pinned_and_idle_ones_sleep(serving_folder):
             woken, used = wake_ups(pid) - before[pid][0], cpu_seconds(pid) - before[pid][1]
             assert woken < 4 * 100, f"{woken / 4:.0f} wake-ups a second in an idle node"
             assert used < 4 * 0.25, f"an idle node uses {used / 4:.1%} of a core: a thread spins"
-
-
-def wake_ups(pid: int) -> int:
-    """How often the threads of a process have gone to sleep of their own accord."""
-    statuses = Path(f"/proc/{pid}/task").glob("*/status")
-    lines = (line for path in statuses for line in path.read_text().splitlines())
-    return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt"))
 
 
 def cpu_seconds(pid: int) -> float:

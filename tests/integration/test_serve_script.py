@@ -13,6 +13,7 @@ import httpx
 import pytest
 from nodes import wait_until
 from repository import REPOSITORY
+from threads import children
 
 SMALL = ("--max-model-len", "256", "--chunks", "16", "--batch", "2", "--pages", "64")
 
@@ -94,13 +95,6 @@ def test_no_libfabric(serving_folder):
     )  # fmt: skip
     assert "libfabric" in output
     assert "install" in output
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
-    return found
 
 
 def alive(pid: int) -> bool:

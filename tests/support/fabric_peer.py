@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from threads import wake_ups
 
 from ffi_transport.engine import TransferEngine
 from ffi_transport.types import EngineConfig, Event, MemoryRegion, PageUnit, RemoteRegion
@@ -179,11 +180,11 @@ class _Child:
     def fence(self, peer: int) -> None:
         self.engine.fence(peer)
 
-    def cpu(self, seconds: float) -> float:
-        """Processor time that the whole process used while it was idle for so long."""
-        before = time.process_time()
+    def idle(self, seconds: float) -> tuple[int, float]:
+        """While the process had nothing to do: wake-ups of its threads, processor seconds."""
+        before = wake_ups(), time.process_time()
         time.sleep(seconds)
-        return time.process_time() - before
+        return wake_ups() - before[0], time.process_time() - before[1]
 
     def echo(self, count: int) -> None:
         """Answer so many messages, in a thread, while commands are still taken."""

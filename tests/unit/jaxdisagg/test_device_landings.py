@@ -4,11 +4,11 @@ The arrays of group_nodes play device memory, the fake driver's streams copy, it
 """
 
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from group_pair import Both, arrived, fill, gqa, mla
+from threads import statuses
 
 from ffi_transport.errors import TransferTimeout
 from ffi_transport.types import ArrivalFailed, CounterReached, TransferEnded
@@ -154,10 +154,13 @@ def test_what_follows_a_disarm_waits_for_the_copies_that_have_begun(fake_cuda):
         device = both.decode.bytes(1, 0)
         device[:] = 0xEE  # the pages are another request's
         both.decode.decode.disarm(6)
+        both.run_until(  # of slot 5 both, of slot 6 one: the follower disarms in its own time
+            lambda: total(both.decode, "arrivals_dropped") >= 2 + 1, "all arrivals are dropped"
+        )
         time.sleep(0.05)
         assert (device == 0xEE).all()
         assert not both.decode.of(CounterReached)
-        assert total(both.decode, "arrivals_dropped") == 2 + 1  # of slot 5 both, of slot 6 one
+        assert total(both.decode, "arrivals_dropped") == 2 + 1
 
 
 def test_a_node_that_has_failed_copies_nothing_more(fake_cuda):
@@ -209,14 +212,14 @@ def test_a_follower_whose_copies_hang_ends(fake_cuda, monkeypatch):
 
 
 def test_host_memory_has_no_landings_and_no_thread(fake_cuda):
+    before = statuses()  # threads of earlier tests may be ending
     with Both(gqa(2), gqa(2), (2, 2)) as both:
         fill(both.prefill, 0)
         both.begin(both.request())
         both.fire_all()
         both.run_until(lambda: both.decode.of(CounterReached), "the count is reached")
-        threads = [
-            (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()
-        ]
+        threads = [status["Name"] for id, status in statuses().items() if id not in before]
+        assert "fabric-control" in threads
         assert "arrivals" not in threads
         # Engines of earlier tests may still be letting go of theirs.
         opened = ("cuDevicePrimaryCtxRetain", "cuStreamCreate", COPY, FLUSH)

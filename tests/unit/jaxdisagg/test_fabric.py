@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 
 import pytest
 from sysfs_tree import SysfsTree, connectx_8, no_nic, p5_like
+from threads import allowed_cpus
 
 from ffi_transport.errors import FabricUnavailable
-from ffi_transport.topology.reading import parse_cpu_list
 from ffi_transport.types import EngineConfig
 from jaxdisagg import fabric
 from jaxdisagg.config import MeshConfig, NodeConfig
@@ -179,22 +178,13 @@ def test_the_thread_of_a_nic_runs_near_it(tmp_path):
     tree.numa(0, allowed[:1], "10 21")
     tree.numa(1, [*allowed[1:], 1000], "21 10")
     tree.ethernet("lo", ["pci0000:80", "0000:80:01.0"], 1)
-    before = threads()
+    before = allowed_cpus()
     with open_fabric(replace(BASE, nics=("lo", "127.0.0.2")), tree.root) as engine:
         counters = engine.domain_counters()
         assert [domain["cpus"] for domain in counters] == [allowed[1:], []]
-        masks = Counter(cpus for thread, cpus in threads().items() if thread not in before)
+        masks = Counter(cpus for thread, cpus in allowed_cpus().items() if thread not in before)
     assert masks[tuple(allowed[1:])] == 1
     assert masks[tuple(allowed)] >= 1
-
-
-def threads() -> dict[str, tuple[int, ...]]:
-    """This process's threads and the CPUs that each may run on, as the kernel has it."""
-    found = {}
-    for task in Path("/proc/self/task").iterdir():
-        (line,) = re.findall(r"Cpus_allowed_list:\t(.*)", (task / "status").read_text())
-        found[task.name] = parse_cpu_list(line)
-    return found
 
 
 @pytest.mark.parametrize("nic", ["nic9", "203.0.113.9"])
