@@ -20,12 +20,12 @@ from jaxdisagg.api import (
     TokenOutput,
 )
 from jaxdisagg.config import NodeConfig
+from jaxdisagg.decode_steps import DecodeSteps, Drawn
 from jaxdisagg.loop import StepLoop
 from jaxdisagg.page_pool import PageState
 from jaxdisagg.prefiller import Prefiller
 from jaxdisagg.request import DecodeState, decode_life
 from jaxdisagg.runner import ModelRunner, RowSampling
-from jaxdisagg.scheduler import DecodeRow, DecodeScheduler
 from jaxdisagg.step_results import DecodeResult
 from jaxdisagg.token_stream import TokenStream
 
@@ -41,15 +41,13 @@ class DecodeNode(StepLoop):
         self.runner = runner
         self.prefiller: Prefiller | None = None
         self._info = info
-        self._scheduler = DecodeScheduler(runner.dp, node.batch.decode_rows)
+        self._steps = DecodeSteps(runner, node.batch.decode_rows, drafting=node.mtp)
         self._admission = Admission(node, runner.dp)
         self.pools = self._admission.pools
         self._active: dict[str, ActiveRequest] = {}
-        self._in_flight: DecodeResult | None = None
         self._release_later: list[ActiveRequest] = []
         self._timings: OrderedDict[str, ActiveRequest] = OrderedDict()
         self._outcomes: Counter[str] = Counter()
-        self._drafts = {"proposed": 0, "accepted": 0} if node.mtp else None
 
     # ---- for the server's event loop -------------------------------------------------------
 
@@ -107,7 +105,7 @@ class DecodeNode(StepLoop):
             "pages": dict(pages),
             "requests": dict(states),
             "outcomes": dict(self._outcomes),
-            **({"drafts": dict(self._drafts)} if self._drafts else {}),
+            **({"drafts": dict(self._steps.drafts)} if self._steps.drafts else {}),
             "compiles_after_warm_up": self.runner.compiles_after_warm_up,
             "failure": self.failure,
             **({"processes": self.processes()} if self.processes else {}),
@@ -182,17 +180,7 @@ class DecodeNode(StepLoop):
         active.life.advance(DecodeState.READY)
         active.ready_at = now
         self.pools[active.rank].mark_ready(active.lease)
-        last = active.prompt_length - 1
-        active.row = DecodeRow(
-            active.id,
-            active.rank,
-            active.lease.pages,
-            token=active.request.prompt[last],
-            position=last,
-            limit=last + active.request.max_tokens - 1,
-            context=active.context,
-        )
-        self._scheduler.add(active.row)
+        self._steps.add(active)
         active.life.advance(DecodeState.DECODING)
 
     def prefill_over(self, active: ActiveRequest) -> None:
@@ -225,10 +213,10 @@ class DecodeNode(StepLoop):
         while len(self._timings) > KEPT_TIMINGS:
             self._timings.popitem(last=False)
         if active.row is not None:
-            self._scheduler.remove(active.row)
+            self._steps.remove(active.row)
         if active.lease is None:
             return
-        if decoding and self._in_flight is not None:
+        if decoding and self._steps.in_flight:
             # The step in flight may still write a row into its last page, and a remote write to
             # that page is not ordered after it.
             self._release_later.append(active)
@@ -264,19 +252,12 @@ class DecodeNode(StepLoop):
         assert self.prefiller is not None
         self._admit(now)
         busy = self.prefiller.tick(now)
-        step = self._scheduler.next_step()
-        previous = self._in_flight
-        self._in_flight = None
-        if step is not None:
-            self._in_flight = self.runner.decode(step, lambda id: self._active[id].sampling)
-            moved = self.runner.cache.check_addresses()
-            if moved is not None:
-                raise RuntimeError(moved)
+        previous = self._steps.dispatch(self._active)
         if previous is not None:
             self._finish(previous)
-        if self._in_flight is None and self._release_later:
+        if not self._steps.in_flight:
             self._release_all()
-        return busy or self._in_flight is not None
+        return busy or self._steps.in_flight
 
     def _release_all(self) -> None:
         for active in self._release_later:
@@ -285,52 +266,32 @@ class DecodeNode(StepLoop):
 
     def _finish(self, result: DecodeResult) -> None:
         """Read a step's tokens and hand them out; rows that ended meanwhile are discarded."""
-        tokens, drafts = result.tokens(), result.drafts()
+        drawn = self._steps.read(result, self._active)
         # What ended before this step was dispatched is released now that it has run.
         ended, self._release_later = self._release_later, []
-        wanted = any(
-            a is not None and a.request.sampling.logprobs is not None
-            for a in (self._active.get(run.row.id) for run in result.step.runs)
-        )
-        scores = result.scores() if wanted else None
         now = time.monotonic()
-        for i, (run, found) in enumerate(zip(result.step.runs, tokens, strict=True)):
-            active = self._active.get(run.row.id)
-            if active is None or active.row is not run.row:
-                continue
+        for active, tokens in drawn:
             if active.first_token_at is None:
                 active.first_token_at = now
                 self._timings[active.id] = active
-            self._scheduler.ran_ahead(run.row, len(found) - 1)
-            if self._drafts is not None:
-                self._drafts["proposed"] += drafts[i] >= 0
-                self._drafts["accepted"] += len(found) - 1
-            shown = active.request.sampling.logprobs
-            for j, token in enumerate(found):
-                score = None if shown is None or scores is None else scores.of(i, j, shown)
-                self._take(active, token, *(score or (None, ())))
+            for token in tokens:
+                self._take(active, token)
                 if active.life.over:
                     break  # the rest was drawn after the end
         for active in ended:
             self._release(active)
 
-    def _take(
-        self,
-        active: ActiveRequest,
-        token: int,
-        logprob: float | None,
-        top: tuple[tuple[int, float], ...],
-    ) -> None:
+    def _take(self, active: ActiveRequest, drawn: Drawn) -> None:
         """Hand out one token, with the logprobs if they were asked for."""
         request = active.request
-        if token < 0:
+        if drawn.token < 0:
             text = (
                 f"the model gave logits that are not finite for token {active.generated + 1} of "
                 "the answer; are the weights damaged?"
             )
             self.fail_request(active, RequestError(500, text, code="not_finite"))
             return
-        if token in request.stop_token_ids:
+        if drawn.token in request.stop_token_ids:
             self._end(active, DecodeState.FINISHED)
             active.stream.deliver(TokenOutput(None, finish_reason="stop"))
             return
@@ -338,7 +299,8 @@ class DecodeNode(StepLoop):
         done = active.generated >= request.max_tokens
         if done:
             self._end(active, DecodeState.FINISHED)
-        active.stream.deliver(TokenOutput(token, logprob, top, "length" if done else None))
+        reason = "length" if done else None
+        active.stream.deliver(TokenOutput(drawn.token, drawn.logprob, drawn.top, reason))
 
     def next_deadline(self) -> float | None:
         """When something is due without a call: the prefiller's next time, or a waiter's end."""

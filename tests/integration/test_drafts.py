@@ -78,7 +78,7 @@ def use(node, script):
     """Draft by this script from now on, with the counts at zero."""
     wait_until(lambda: not node.state()["requests"], "the node is idle")
     node.runner.params[SCRIPT] = place(node.runner.mesh, script)
-    node._drafts |= {"proposed": 0, "accepted": 0}
+    node._steps.drafts |= {"proposed": 0, "accepted": 0}
 
 
 def right_script(found, prompts=PROMPTS):
