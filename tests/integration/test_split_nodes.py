@@ -2,16 +2,23 @@
 
 import asyncio
 import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from leases import lent
 from nodes import CHUNK, PAGE, Pair, generate_all, timing_of, wait_until
 
+from ffi_transport.engine import TransferEngine
 from jaxdisagg.api import GenerationRequest, RequestError, SamplingParams
-from jaxdisagg.config import BatchConfig, CacheConfig, Timeouts
+from jaxdisagg.config import BatchConfig, CacheConfig, NodeConfig, Timeouts
+from jaxdisagg.model_loading import LoadedModel, load_model
 from jaxdisagg.page_spans import pages_for
 from jaxdisagg.registration import RemoteCache
+from models.interface import Hook, ModelFamily
 
 LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 1)
 
@@ -113,10 +120,57 @@ def test_clients_that_leave_at_any_moment_lose_no_page(pair):
     assert first[0].tokens == again[0].tokens
 
 
+class HeldFamily:
+    """Its steps with a trigger wait at the last layer, while `engine` is known and posts.
+
+    Until the engine has posted pages of layer 0 of as many steps as came so far.
+    """
+
+    engine: TransferEngine | None = None
+
+    def __init__(self, base: ModelFamily) -> None:
+        self._base = base
+        self._steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+    def forward(self, config: Any, *arguments: Any, hook: Hook | None = None, **more: Any) -> Any:
+        def held(step: jax.Array, x: jax.Array, cache: jax.Array, layer: int) -> jax.Array:
+            if layer == config.num_layers - 1:
+                zero = jax.pure_callback(self._wait, jax.ShapeDtypeStruct((), x.dtype), x[0, 0])
+                x = x + zero
+            return hook(step, x, cache, layer)
+
+        return self._base.forward(config, *arguments, hook=hook and held, **more)
+
+    def _wait(self, x: Any) -> np.ndarray:
+        if self.engine is not None:
+            self._steps += 1
+            try:
+                wait_until(self._posted, "pages of layer 0 are posted")
+            except AssertionError:
+                self.engine = None
+        return np.zeros((), x.dtype)
+
+    def _posted(self) -> bool:
+        trace = self.engine.trace()
+        first = trace[(trace["kind"] == b"post") & (trace["layer"] == 0)]
+        return len(np.unique(first["step"])) >= self._steps
+
+
 def test_a_layer_is_posted_before_the_last_layer_has_run(golden_folder):
     """By recorded order: the engine notes every trigger and every post as it happens."""
     few = BatchConfig(chunks=(CHUNK,), decode_rows=(2,), max_model_len=128)
-    with Pair(golden_folder("qwen3_deep"), trace=True, batch=few) as pair:
+    families = {}
+
+    def load(node: NodeConfig, devices: Sequence[jax.Device]) -> LoadedModel:
+        model = load_model(node, devices)
+        families[node.role] = HeldFamily(model.family)
+        return replace(model, family=families[node.role])
+
+    with Pair(golden_folder("qwen3_untied"), trace=True, batch=few, load=load) as pair:
+        families["prefill"].engine = pair.prefill.engine
         generate_all(pair.decode.node, [prompt(60, i) for i in range(6)], 1, prefix="order")
         pair.idle()
         trace = pair.prefill.engine.trace()

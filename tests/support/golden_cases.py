@@ -38,7 +38,6 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "qwen3_serving": golden_dense.SERVING,
     "qwen3_moe_serving": golden_experts.SERVING,
     "deepseek_serving": golden_latent.SERVING,
-    "qwen3_deep": golden_dense.DEEP,
 }
 # Models whose greedy tokens are mostly among the first few, so that a random MTP module's drafts
 # are right now and then: the head's other rows are this much smaller.

@@ -114,18 +114,3 @@ SERVING = (
     },
     6,
 )
-# No goldens: layers that take some milliseconds each, to see transfers overlap with compute.
-DEEP = (
-    {
-        **QWEN3,
-        "hidden_size": 512,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "head_dim": 64,
-        "max_position_embeddings": 4096,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-    },
-    7,
-)
