@@ -1,5 +1,5 @@
 // What the engine asks of a network: endpoints that write with an immediate and send messages.
-// Two implementations: libfabric (ofi_*.cc) and one inside the process (loopback.cc).
+// Two implementations: libfabric (ofi_*.cc) and one inside the process (loopback*.cc).
 //
 // Threads: an endpoint belongs to one thread. A domain opens endpoints and registers memory from
 // any thread. Nothing here blocks. Destroying an Endpoint closes it: when its destructor has
