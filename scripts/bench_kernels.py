@@ -8,6 +8,7 @@ rate of bf16 matrix products, measured in the same run. Trust the ratios.
 
 import os
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +28,15 @@ if TYPE_CHECKING:
 
 console = Console()
 # Calls between two looks at the clock: a GPU's are enqueued ahead, so that none waits for the host.
-CALLS = {"gpu": 20, "cpu": 1}
+# Fewer of those that take long, which the host is ahead of anyway.
+MOST_CALLS = {"gpu": 20, "cpu": 1}
+LOOK_SECONDS = 0.02
+ON_GPU = ("mosaic_gpu", "xla")
+
+
+def calls_of(seconds: float, platform: str) -> int:
+    """How many calls, of `seconds` each, to time as one."""
+    return max(1, min(MOST_CALLS.get(platform, 1), int(LOOK_SECONDS / seconds)))
 
 
 def measure(
@@ -40,15 +49,23 @@ def measure(
     import jax
     import numpy as np
 
-    calls = CALLS.get(platform, 1)
-    ways = case.ways(("mosaic_gpu", "xla") if platform == "gpu" else ("xla",))
+    if platform == "gpu":  # without the loop, which is for a CPU
+        made = case.ways(ON_GPU)
+        ways = {name: made[name] for name in ON_GPU}
+    else:
+        ways = case.ways(("xla",))
     runs: list[Callable[[], object]] = []
-    results = []
+    results, counts = [], []
     for function, operands in ways.values():
         program = jax.jit(function).lower(*operands).compile()
         results.append(np.asarray(program(*operands), np.float32))
 
-        def run(program: Any = program, operands: Any = operands) -> None:
+        start = time.perf_counter()
+        jax.block_until_ready(program(*operands))
+        taken = time.perf_counter() - start
+        counts.append(calls_of(taken, platform))
+
+        def run(program: Any = program, operands: Any = operands, calls: int = counts[-1]) -> None:
             for _ in range(calls - 1):
                 program(*operands)
             jax.block_until_ready(program(*operands))
@@ -57,8 +74,9 @@ def measure(
     interleaved(runs, 2)  # warm
     times = interleaved(runs, repeats)
     rows = []
-    for name, taken, result in zip(ways, times, results, strict=True):
-        seconds, low, high = (value / calls for value in median_ci(taken))
+    each = [[t / calls for t in taken] for taken, calls in zip(times, counts, strict=True)]
+    for name, taken, result in zip(ways, each, results, strict=True):
+        seconds, low, high = median_ci(taken)
         row: dict[str, Any] = {
             "op": case.op,
             "shape": case.shape,
@@ -74,7 +92,7 @@ def measure(
             least = case.cost.seconds(*ceilings)
             row |= {"us_roofline": least * 1e6, "share_of_roofline": least / seconds}
         if name == list(ways)[-1] and len(ways) > 1:
-            pairs = [ours / theirs for ours, theirs in zip(times[0], taken, strict=True)]
+            pairs = [ours / theirs for ours, theirs in zip(each[0], taken, strict=True)]
             row |= {"ratio": statistics.median(pairs), "ratio_ci95": list(median_ci(pairs)[1:])}
         rows.append(row)
     return rows
@@ -88,6 +106,8 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     for column in "by", "us", "95 %", "GB/s", "TFLOP/s", "share", "ratio":
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
+        if "error" in row:
+            continue
         low, high = row["us_ci95"]
         table.add_row(
             f"{row['op']} {row['dtype']} {row['shape']}",
@@ -139,7 +159,13 @@ def main(
         task = progress.add_task("", total=len(chosen))
         for case in chosen:
             progress.update(task, description=case.op)
-            found += measure(case, platform, repeats, ceilings)
+            try:
+                found += measure(case, platform, repeats, ceilings)
+            except Exception as error:
+                # Whatever a kernel's compiler or the device says is this case's alone to tell.
+                row = {"op": case.op, "shape": case.shape, "dtype": case.dtype, "passed": False}
+                found.append(row | {"error": f"{type(error).__name__}: {error}"[:2000]})
+                print_error(console, f"{case.op} {case.dtype} {case.shape}: {error}")
             progress.advance(task)
             if json is not None:
                 write_json(json, environment(**facts), found)
@@ -149,6 +175,8 @@ def main(
         console.print(
             f"share: of a copy's {copied:.0f} GB/s or a matmul's {multiplied:.0f} TFLOP/s"
         )
+    if any("error" in row for row in found):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -243,7 +243,7 @@ def main(
     repeats: Annotated[int, typer.Option(min=1)] = 20,
     rules: Annotated[Path | None, typer.Option(help="sharding rules, TOML")] = None,
     mtp: Annotated[bool, typer.Option("--mtp", help="time decode with drafts beside")] = False,
-    json: Annotated[Path | None, typer.Option(help="write the rows here")] = None,
+    json: Annotated[Path | None, typer.Option(help="write the rows here, after each")] = None,
 ) -> None:
     """Time prefill and decode steps on each mesh, prefill with the trigger on and off."""
     try:
@@ -274,12 +274,12 @@ def main(
                     progress.update(task, completed=done, total=total)
                     if row is not None:
                         found.append(row)
+                        if json is not None:
+                            write_json(json, environment(), found)
     except (ValueError, FileNotFoundError) as error:
         print_error(console, str(error))
         raise typer.Exit(2) from None
     console.print(table_of(found))
-    if json is not None:
-        write_json(json, environment(), found)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,13 @@ gpu_check.md in --out. Ends with 0 if every step has passed.
 
 import json as json_module
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +34,7 @@ console = Console(stderr=True)
 SCRIPTS = Path(__file__).resolve().parent
 CPU_PATIENCE = 5
 LOG_CHARACTERS = 200_000  # of each step's
+PROBE_SECONDS = 40  # of the doctor's, which answer for others within the step
 PARTS = "jaxdisagg.bench.gpu"
 # Two programs of one model are to multiply by the same algorithms, and not by what was fastest
 # when each was compiled.
@@ -72,6 +77,37 @@ def made(name: str, folder: Path, *, cpu: bool) -> Path:
     return folder / name
 
 
+def make_meanwhile(steps: Sequence[Step], work: Path, *, cpu: bool) -> list[Step]:
+    """The steps, each with the model of MODELS that it serves as what it `needs`.
+
+    The models are made by a thread, in the order of the steps: the large one takes half a minute,
+    which the first steps have to themselves.
+    """
+    making: dict[str, Future[Path]] = {}
+    waiting = []
+    for step in steps:
+        its = [name for name in MODELS if str(work / name) in step.command]
+        for name in its:
+            making.setdefault(name, Future())
+            step = replace(step, needs=making[name])
+        waiting.append(step)
+
+    def make() -> None:
+        for name, future in making.items():
+            try:
+                future.set_result(made(name, work, cpu=cpu))
+            except Exception as error:  # said by the step that waits for it
+                future.set_exception(error)
+
+    threading.Thread(target=make, daemon=True).start()
+    return waiting
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end this process as an exception does: with the running step and its files."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def flags(more: str) -> dict[str, str]:
     """XLA_FLAGS with one more."""
     return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {more}".strip()}
@@ -110,8 +146,8 @@ def steps_for(work: Path, *, cpu: bool) -> list[Step]:
         return Step(name, command, 60, environment, rows_in(file))
 
     steps = [
-        Step("doctor", (sys.executable, "-m", "jaxdisagg.cli", "doctor", "--json"), 60,
-             read=findings_in),
+        Step("doctor", (sys.executable, "-m", "jaxdisagg.cli", "doctor", "--json", "--timeout",
+                        str(PROBE_SECONDS)), 60, read=findings_in),
         Step("numerics", part("numerics", *small, *backend, "--seconds", each), 120),
         Step("serving-f32", part("serving", str(tiny), "--words", "tp=1"), 90),
         Step("transfers", part("transfers", *small), 60),
@@ -140,6 +176,7 @@ def main(
 ) -> None:
     """Run the steps and write what they found."""
     begin = time.monotonic()
+    end_on_sigterm()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -148,7 +185,8 @@ def main(
     if cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
     about: dict[str, Any] = environment(**({"note": note} if note else {}))
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+    # A model that is still being written when a signal ends this may be left in part.
+    with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as folder:
         work = Path(folder)
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(work / "jax"))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
@@ -158,12 +196,13 @@ def main(
         if unknown := sorted(set(filter(None, only.split(","))) - set(names)):
             raise typer.BadParameter(f"{unknown[0]} is none of {', '.join(names)}")
         steps = [step for step in steps if not only or step.name in only.split(",")]
-        for name in MODELS:
-            if any(str(work / name) in step.command for step in steps):
-                made(name, work, cpu=cpu)
+        steps = make_meanwhile(steps, work, cpu=cpu)
+        logs = work / "logs"
+        logs.mkdir()
 
         def done(outcomes: list[Outcome]) -> None:
             report.write(out, outcomes, about)
+            keep_logs(logs, out / "gpu_check.log")
             last = outcomes[-1]
             console.print(
                 f"{last.name}: {last.state} after {last.seconds:.0f} s, {len(last.rows)} rows",
@@ -172,8 +211,6 @@ def main(
             if last.said:
                 console.print(last.said, markup=False, highlight=False)
 
-        logs = work / "logs"
-        logs.mkdir()
         try:
             outcomes = run_steps(steps, logs, seconds - (time.monotonic() - begin), done)
         finally:

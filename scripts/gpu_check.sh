@@ -11,6 +11,7 @@
 # such as --cpu and --only. OUT gets gpu_check.json, gpu_check.md and gpu_check.log.
 set -euo pipefail
 caller=$PWD
+PATH=$PATH:/usr/sbin:/sbin # ldconfig's
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TOTAL_SECONDS=480
@@ -91,11 +92,32 @@ unpack_debs() {
     [ ! -e "$deb" ] || dpkg-deb -x "$deb" "$work/debs"
   done
   [ -d "$libraries" ] || return 0
-  cp -a "$work"/debs/lib/x86_64-linux-gnu/* "$libraries" 2>/dev/null || true
+  # Those elsewhere, which alternatives or a second folder would lead to; then links by soname.
+  find "$work/debs" -name '*.so.*' -type f ! -path "$libraries/*" -exec cp -t "$libraries" {} +
+  ldconfig -n "$libraries"
   for library in "$libraries"/*.so.*; do
     if ldconfig -p | grep -q "[[:space:]]$(basename "$library") "; then rm "$library"; fi
   done
   export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  "$python" -c 'import ctypes; ctypes.CDLL("libfabric.so.1")' ||
+    say "libfabric as carried cannot be loaded: nothing will be transferred"
+}
+
+# Names the machine's CUDA to jax, which without NVIDIA's wheels of it looks for an assembler on
+# PATH and in /usr/local/cuda alone.
+find_cuda() {
+  local folder
+  [ -z "${CUDA_ROOT:-}" ] && ! "$python" -c 'import importlib.util as u, pathlib, sys
+there = u.find_spec("nvidia")
+folders = there.submodule_search_locations if there else []
+sys.exit(not any(list(pathlib.Path(f).glob("*/bin/ptxas")) for f in folders))' || return 0
+  for folder in "${CUDA_HOME:-}" /usr/local/cuda \
+    "$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")"; do
+    if [ -x "$folder/bin/ptxas" ] && [ -d "$folder/nvvm/libdevice" ]; then
+      export CUDA_ROOT=$folder
+      return
+    fi
+  done
 }
 
 # Puts the native part into the tree: built here, else as it was carried. Says which in $native.
@@ -119,7 +141,10 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     native="native part built here in $SECONDS s"
     return
   fi
-  [ "$build" = no ] || tail -n 20 "$out/gpu_check-build.log" >&2
+  if [ "$build" = yes ]; then
+    tail -n 5 "$out/gpu_check-build.log" >&2
+    [ "$SECONDS" -lt "$deadline" ] || say "the build was given up after $BUILD_SECONDS s"
+  fi
   cp "$carried"/native/_native*.so "$work/tree/ffi_transport" ||
     fail "the native part was not built, and none was carried"
   native="native part as carried"
@@ -146,13 +171,21 @@ check() {
     >"$tree/jaxdisagg-$version.dist-info/METADATA"
   unpack_debs "$carried"
   unpack_wheels "$carried"
+  find_cuda
   export PYTHONPATH=$tree:$work/site${PYTHONPATH:+:$PYTHONPATH}
   native_part "$carried"
   say "$native"
   cd "$work"
-  local status=0
+  local status=0 pid
   "$python" "$tree/scripts/gpu_check.py" --out "$out" --note "$native" \
-    --seconds $((TOTAL_SECONDS - MARGIN_SECONDS - SECONDS)) "$@" || status=$?
+    --seconds $((TOTAL_SECONDS - MARGIN_SECONDS - SECONDS)) "$@" &
+  pid=$!
+  # bash would keep a signal until the program has ended.
+  trap 'kill -TERM "$pid" 2>/dev/null' INT TERM HUP
+  wait "$pid" || status=$?
+  while kill -0 "$pid" 2>/dev/null; do
+    wait "$pid" || status=$?
+  done
   return "$status"
 }
 

@@ -8,6 +8,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ import numpy as np
 from jaxdisagg.bench.gpu.rows import Row, take_stdout
 from jaxdisagg.config import BatchConfig, CacheConfig, NodeConfig, ServeConfig
 from jaxdisagg.config_text import parse_node, parse_numbers
-from jaxdisagg.deployment import Deployment
+from jaxdisagg.deployment import Deployment, NodeProcess
 
 ANSWER_SECONDS = 60.0
 NOT_AMONG_THEM = 99.0  # in place of infinity, which JSON has not
@@ -127,13 +128,18 @@ def state(url: str) -> dict[str, Any]:
     return httpx.get(f"{url}/debug/state", timeout=10.0).json()
 
 
+def tell_progress(nodes: list[NodeProcess]) -> None:
+    """What the nodes do, on stderr: the last that is known of a start that does not end."""
+    print(", ".join(f"{n.name}: {n.progress} {n.done}/{n.total}" for n in nodes), file=sys.stderr)
+
+
 def serve(config: ServeConfig, lengths: tuple[int, ...], max_tokens: int) -> Iterator[Row]:
     """A row for each prompt length, and one of the counts of both sides."""
     rng = np.random.default_rng(0)
     first = config.nodes[0]
     base = {"model": first.model.name, "dtype": first.dtype}
     began = time.perf_counter()
-    with Deployment(config) as deployment:
+    with Deployment(config, progress=tell_progress) as deployment:
         started = time.perf_counter() - began
         urls = {node.config.role: node.url for node in deployment.nodes}
         counted = 0

@@ -5,9 +5,13 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -42,7 +46,7 @@ def test_rows_of_a_step_that_passes(tmp_path):
     [
         ('print(\'{"n": 1, "passed": false}\')', 1, ""),
         ("print('{\"n\": 1}'); raise SystemExit('no such kernel')", 1, "no such kernel"),
-        ("import os; os.abort()", 0, ""),
+        ("import os; os.abort()", 0, "it ended with status -6"),
         ("print('measured nothing')", 0, "it ended without a row"),
     ],
 )
@@ -68,11 +72,52 @@ def test_a_step_that_hangs_leaves_its_rows_and_no_process(tmp_path):
     )
     outcome = run_step(program("one", code), tmp_path, 3)
     assert outcome.state == "timeout"
+    assert outcome.said.startswith("it had not ended after ")
     [row] = outcome.rows
     deadline = time.monotonic() + 10
     while _runs(row["child"]):
         assert time.monotonic() < deadline, "the step's child lives on"
         time.sleep(0.05)
+
+
+def test_what_ends_the_check_ends_its_step(tmp_path):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    code = "import os, time; print('{\"pid\": %d}' % os.getpid(), flush=True); time.sleep(600)"
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            threading.Thread(target=_kill_when, args=(tmp_path / "one.out",)).start()
+            run_step(program("one", code), tmp_path, 60)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    [row] = read_rows((tmp_path / "one.out").read_text())
+    assert not _runs(row["pid"])
+
+
+def test_a_step_waits_for_what_it_needs(tmp_path):
+    print_row = "print('{\"a\": 1}')"
+    made: Future[None] = Future()
+    step = replace(program("one", print_row), needs=made)
+    outcome = run_step(step, tmp_path, 0.2)
+    assert (outcome.state, outcome.rows) == ("failed", [])
+    assert outcome.said.startswith("what it needs was not made: TimeoutError")
+    made.set_result(None)
+    assert run_step(step, tmp_path, 60).state == "passed"
+    broken: Future[None] = Future()
+    broken.set_exception(OSError("no space left"))
+    outcome = run_step(replace(step, needs=broken), tmp_path, 60)
+    assert outcome.said == "what it needs was not made: OSError: no space left"
+
+
+def _kill_when(printed: Path) -> None:
+    """Send this process SIGUSR1 when the step has said something."""
+    deadline = time.monotonic() + 30
+    while not printed.is_file() or not printed.read_text().endswith("\n"):
+        assert time.monotonic() < deadline, "the step never spoke"
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def _runs(pid: int) -> bool:

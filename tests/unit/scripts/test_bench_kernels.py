@@ -78,10 +78,10 @@ def test_what_cannot_be_is_refused(arguments, message):
 def test_shares_and_ratio_of_made_up_times(monkeypatch):
     """A call of 2 us and one of 4, of work that a copy does in 1 us and a matmul in half of one."""
     one = (lambda x: x, (jnp.ones(4),))
-    case = kernels.Case(
-        "op", "shape", "bfloat16", Cost(bytes=1000, flops=500), lambda _: {"a": one, "b": one}
-    )
+    ways = {"mosaic_gpu": one, "xla": one, "page loop": one}
+    case = kernels.Case("op", "shape", "bfloat16", Cost(bytes=1000, flops=500), lambda _: ways)
     seconds = [[2e-6 * 20] * 5, [4e-6 * 20] * 5]  # of the 20 calls of a turn on a GPU
+    monkeypatch.setattr(bench_kernels, "LOOK_SECONDS", 1e9)
     monkeypatch.setattr(bench_kernels, "interleaved", lambda runs, repeats: seconds)
     first, last = bench_kernels.measure(case, "gpu", 5, (1e9, 1e9))
     assert (first["us"], last["us"]) == (pytest.approx(2), pytest.approx(4))
@@ -90,6 +90,32 @@ def test_shares_and_ratio_of_made_up_times(monkeypatch):
     assert last["share_of_roofline"] == pytest.approx(0.25)
     assert last["ratio"] == pytest.approx(0.5)
     assert first["gbytes_per_s"] == pytest.approx(0.5)
+
+
+def test_long_calls_are_not_taken_by_the_score():
+    calls = {seconds: bench_kernels.calls_of(seconds, "gpu") for seconds in (1e-5, 5e-3, 0.06)}
+    assert calls == {1e-5: 20, 5e-3: 4, 0.06: 1}
+    assert bench_kernels.calls_of(1e-5, "cpu") == 1
+
+
+def test_a_case_that_fails_takes_no_other_with_it(tmp_path, monkeypatch):
+    file = tmp_path / "rows.json"
+    measure = bench_kernels.measure
+
+    def failing(case, *rest):
+        if case.op == "gqa_decode":
+            raise RuntimeError("no such [instruction]")
+        return measure(case, *rest)
+
+    monkeypatch.setattr(bench_kernels, "measure", failing)
+    shown = run("--small", "--repeats", "1", "--ops", "gqa_decode,grouped_matmul", "--json",
+                str(file))  # fmt: skip
+    assert shown.exit_code == 1
+    assert "no such [instruction]" in shown.output
+    failed, matmul = json.loads(file.read_text())["rows"]
+    assert (failed["op"], failed["passed"]) == ("gqa_decode", False)
+    assert failed["error"] == "RuntimeError: no such [instruction]"
+    assert matmul["backend"] == "xla"
 
 
 def test_each_operation_is_measured_on_a_gpu():
