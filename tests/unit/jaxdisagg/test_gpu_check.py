@@ -87,8 +87,8 @@ def test_what_ends_the_check_ends_its_step(tmp_path):
     before = signal.signal(signal.SIGUSR1, interrupt)
     code = "import os, time; print('{\"pid\": %d}' % os.getpid(), flush=True); time.sleep(600)"
     try:
+        threading.Thread(target=_kill_when, args=(tmp_path / "one.out",)).start()
         with pytest.raises(KeyboardInterrupt):
-            threading.Thread(target=_kill_when, args=(tmp_path / "one.out",)).start()
             run_step(program("one", code), tmp_path, 60)
     finally:
         signal.signal(signal.SIGUSR1, before)
