@@ -1,4 +1,4 @@
-"""A decode node's fabric: links to prefill nodes, and counters in each of its processes.
+"""A decode node's fabric: the prefill nodes that it is linked to, and each process's counters.
 
 Each process counts what lands in its own devices, with its own expected number (R3); the node's
 count is reached when all of them have reported. A PREFILL goes out when all have armed (R4).
@@ -6,7 +6,6 @@ count is reached when all of them have reported. A PREFILL goes out when all hav
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,31 +14,25 @@ from typing import Any
 from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import PeerLost, TransferTimeout, TransportError
 from ffi_transport.types import ArrivalFailed, CounterOvershoot, CounterReached, Event
-from jaxdisagg.group.connecting import LinkAnswers, leave_links, link_all
 from jaxdisagg.group.fabric_messages import (
     Arm,
     Armed,
     Disarm,
     Fault,
     FollowerWord,
-    Linked,
     LinkLost,
-    LinkTo,
     NotArrived,
     Overshot,
     Reached,
     Tally,
-    Unlink,
 )
 from jaxdisagg.group.node_fabric import NodeFabric, Pair, Peer
+from jaxdisagg.group.node_links import NodeLinks
 from jaxdisagg.group.processes import Group
 from jaxdisagg.hello import NodeHello
 from jaxdisagg.landings import Destination, DeviceLandings
 
 log = logging.getLogger(__name__)
-
-LATE_SECONDS = 1.0
-"""How much later than its own deadline a follower's answer may come."""
 
 
 @dataclass(eq=False)
@@ -74,11 +67,8 @@ class DecodeFabric(NodeFabric):
         self._landings = landings
         self._arm_s = arm_s
         self._counts: dict[int, _Count] = {}
-        self._asked: dict[int, LinkAnswers] = {}
-        self._asked_lock = threading.Lock()
-        self._asks = 0
         super().__init__(engine, group, name=name, modes=modes, fence_s=fence_s)
-        group.on(Linked, self._on_linked)
+        self._links = NodeLinks(engine, group, name)
 
     def hears(self) -> tuple[type[Any], ...]:
         """The kinds of messages that a decode node's followers send."""
@@ -103,61 +93,9 @@ class DecodeFabric(NodeFabric):
     ) -> dict[Pair, int]:
         """Every link to a node whose leader, at `address`, was greeted.
 
-        For the thread that connects. Raises TransferTimeout that says which process has no link to
-        which, and why; then all of them are closed again.
+        For the thread that connects. As `NodeLinks.make`.
         """
-        links: dict[Pair, int] = {(0, 0): peer_id}
-        if hello.process_count == 1 and self.group.size == 1:
-            return links
-        addresses = (address, *hello.processes[1:])
-        answers = LinkAnswers(self.group.size)
-        with self._asked_lock:
-            self._asks += 1
-            number = self._asks
-            self._asked[number] = answers
-        deadline = time.monotonic() + timeout_s
-        self.group.broadcast(LinkTo(number, hello.node, hello.epoch, addresses, timeout_s))
-        own, wrong = link_all(
-            self.engine, hello.node, hello.epoch, dict(enumerate(addresses[1:], 1)), timeout_s
-        )
-        silent = answers.wait(max(deadline - time.monotonic(), 0.0) + LATE_SECONDS)
-        with self._asked_lock:
-            del self._asked[number]
-        links |= {(0, process): link for process, link in own.items()}
-        problems = {(0, process): problem for process, problem in wrong.items()}
-        for process, word in answers.found.items():
-            for there, (link, problem) in enumerate(zip(word.links, word.problems, strict=True)):
-                if problem:
-                    problems[process, there] = problem
-                else:
-                    links[process, there] = link
-        texts = [
-            f"process {here} has no link to process {there} of {hello.node}: {problem}"
-            for (here, there), problem in sorted(problems.items())
-        ]
-        texts += [f"process {process} did not answer" for process in sorted(silent)]
-        if texts:
-            self._unlink(links)
-            raise TransferTimeout(f"{self.name}: {'; '.join(texts)}", peer=peer_id)
-        return links
-
-    def _on_linked(self, process: int, word: Linked) -> None:
-        """A follower's answer, on its reader thread."""
-        with self._asked_lock:
-            answers = self._asked.get(word.number)
-        if answers is None or not answers.put(process, word):
-            late = tuple(link for link in word.links if link >= 0)
-            self.group.send(process, Unlink(late))
-
-    def _unlink(self, links: Mapping[Pair, int]) -> None:
-        """Take leave of links that nothing was written over."""
-        theirs: dict[int, list[int]] = {}
-        for (process, _), link in links.items():
-            theirs.setdefault(process, []).append(link)
-        for process, ids in theirs.items():
-            if process:
-                self.group.send(process, Unlink(tuple(ids)))
-        leave_links(self.engine, theirs.get(0, ()))
+        return self._links.make(peer_id, address, hello, timeout_s)
 
     def admit(self, peer_id: int, hello: NodeHello, links: Mapping[Pair, int]) -> None:
         """A node with all its links is a peer from now on. PeerLost if one of them is gone."""
