@@ -73,6 +73,9 @@ def run(layers: Sequence[Path], *arguments: str) -> int:
 
 def main(options: Sequence[str]) -> int:
     """All environments; 1 if a check failed in one, 2 for a wrong option."""
+    job = ("-m", "jaxdisagg.gpu_aot", "--configs", str(CONFIGS))
+    if "--help" in options:  # needs none of the environments
+        return run((), *job, "--help")
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -87,9 +90,8 @@ def main(options: Sequence[str]) -> int:
             print(f"gpu-aot: pip ended with {error.returncode}, see above", file=sys.stderr)
             return 1
     newest, oldest = (layers[group] for group in ENVIRONMENTS)
-    job = ("-m", "jaxdisagg.gpu_aot", "--configs", str(CONFIGS))
     status = run(newest, *job, *options)
-    if status == WRONG_OPTION or "--help" in options:
+    if status == WRONG_OPTION:
         return status
     failed = [status]
     if not any(option.startswith("--only") for option in options):

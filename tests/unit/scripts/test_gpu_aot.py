@@ -117,6 +117,12 @@ def test_a_wrong_option_ends_it_at_once(commands: Commands):
     assert len(commands.asked) == 4, "three layers, and the part that refuses the option"
 
 
+def test_help_needs_no_layers(commands: Commands):
+    assert script.main(["--only", "mla", "--help"]) == 0
+    assert commands.installs() == []
+    assert [command[-1] for command, _ in commands.asked] == ["--help"]
+
+
 def test_pins_are_exact_and_what_is_there_is_not_installed_again(monkeypatch: pytest.MonkeyPatch):
     here = {"jax": "0.12.0.1", "jaxlib": "0.11.2"}
 
