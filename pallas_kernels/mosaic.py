@@ -97,14 +97,16 @@ def launch(
 
     body(*inputs, *outputs, *scratch) is run by every warpgroup (128 threads) of every block of the
     grid; `lax.axis_index` of a name in `grid`, or of WARPGROUP, tells which one. The first axis of
-    the grid varies fastest. reduction_bytes of shared memory serve reductions along the rows of a
-    wgmma result, which cross warps. interpret: run on the CPU, with race detection.
+    the grid varies fastest: its blocks start side by side. The others have up to 65535 blocks each.
+    reduction_bytes of shared memory serve reductions along the rows of a wgmma result, which cross
+    warps. interpret: run on the CPU, with race detection.
     """
+    names = tuple(grid)[::-1]  # the library's last axis is CUDA's x, which varies fastest
     return plgpu.kernel(
         body,
         out_type=list(out),
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
+        grid=tuple(grid[name] for name in names),
+        grid_names=names,
         scratch_types=list(scratch),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=reduction_bytes

@@ -4,7 +4,7 @@ Makes environments of their own under .cache/gpu-aot: wheels in layers over the 
 this, which itself stays as it is. jax's CUDA plugin and NVIDIA's assembler come from there, for the
 newest jax that was checked and for the oldest that is supported; pyproject.toml pins them. A layer
 whose pins have not changed is used again. Then `jaxdisagg.gpu_aot` runs in each, and in the first
-the tests that seed failures (tests/gpu_aot), unless it is --only for some cases.
+the tests of tests/gpu_aot (seeded failures, launches), unless it is --only for some cases.
 
 Options are handed on to `jaxdisagg.gpu_aot`, as in: --only mla --json figures.json. The oldest jax
 compiles for H200 alone, unless --chips says otherwise.
