@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from numpy.typing import NDArray
 
 from ffi_transport import _native
+from ffi_transport.events import Event
 from ffi_transport.native_values import (
     MEMORY_MODES,
     event_of,
@@ -25,7 +26,6 @@ from ffi_transport.native_values import (
 )
 from ffi_transport.types import (
     EngineConfig,
-    Event,
     Landing,
     MemoryRegion,
     PageList,

@@ -9,22 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffi_transport.errors import FabricUnavailable
-from ffi_transport.types import (
-    TRACE_DTYPE,
+from ffi_transport.events import (
     ArrivalFailed,
     CounterOvershoot,
     CounterReached,
     Event,
-    Landing,
     MessageReceived,
-    PageList,
-    PageUnit,
     PeerConnected,
     PeerLostEvent,
-    PlanWrite,
     TransferEnded,
     TriggerFault,
 )
+from ffi_transport.types import TRACE_DTYPE, Landing, PageList, PageUnit, PlanWrite
 
 if TYPE_CHECKING:
     from ffi_transport._native import EventTuple, LandingTuple, PlanTuple, UnitTuple

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from ffi_transport.errors import PeerLost, TransportError
-from ffi_transport.types import (
+from ffi_transport.events import (
     ArrivalFailed,
     CounterOvershoot,
     CounterReached,

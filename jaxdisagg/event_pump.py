@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from ffi_transport.engine import TransferEngine
-from ffi_transport.types import Event
+from ffi_transport.events import Event
 
 log = logging.getLogger(__name__)
 

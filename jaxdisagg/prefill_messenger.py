@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ffi_transport.errors import PeerLost, TransportError
-from ffi_transport.types import (
+from ffi_transport.events import (
     Event,
     MessageReceived,
     PeerConnected,

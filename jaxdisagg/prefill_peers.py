@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ffi_transport.errors import TransportError
-from ffi_transport.types import PeerConnected
+from ffi_transport.events import PeerConnected
 from jaxdisagg import messages
 from jaxdisagg.group.decode_fabric import DecodeFabric
 from jaxdisagg.group.node_fabric import Pair

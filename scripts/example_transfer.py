@@ -5,7 +5,8 @@ import multiprocessing as mp
 import numpy as np
 
 from ffi_transport.engine import TransferEngine
-from ffi_transport.types import CounterReached, EngineConfig, PageUnit, RemoteRegion, TransferEnded
+from ffi_transport.events import CounterReached, TransferEnded
+from ffi_transport.types import EngineConfig, PageUnit, RemoteRegion
 
 PAGES, PAGE = 64, 16384
 

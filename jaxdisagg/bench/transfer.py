@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from ffi_transport import _native
 from ffi_transport.errors import TransportError
-from ffi_transport.types import MemoryRegion, PageUnit, RemoteRegion, TransferEnded
+from ffi_transport.events import TransferEnded
+from ffi_transport.types import MemoryRegion, PageUnit, RemoteRegion
 from jaxdisagg.bench.transfer_side import (
     SLOT,
     WAIT_SECONDS,

@@ -24,7 +24,8 @@ import numpy as np
 from ffi_transport import _native
 from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import PeerLost, TransportError
-from ffi_transport.types import CounterReached, EngineConfig, PeerLostEvent, TransferEnded
+from ffi_transport.events import CounterReached, PeerLostEvent, TransferEnded
+from ffi_transport.types import EngineConfig
 
 SLOT = 1
 WAIT_SECONDS = 60.0

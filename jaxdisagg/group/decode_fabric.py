@@ -13,7 +13,7 @@ from typing import Any
 
 from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import PeerLost, TransferTimeout, TransportError
-from ffi_transport.types import ArrivalFailed, CounterOvershoot, CounterReached, Event
+from ffi_transport.events import ArrivalFailed, CounterOvershoot, CounterReached, Event
 from jaxdisagg.group.fabric_messages import (
     Arm,
     Armed,

@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 
 from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import TransportError
-from ffi_transport.types import (
+from ffi_transport.events import (
     ArrivalFailed,
     CounterOvershoot,
     CounterReached,
     Event,
     PeerConnected,
     PeerLostEvent,
-    PlanWrite,
     TransferEnded,
     TriggerFault,
 )
+from ffi_transport.types import PlanWrite
 from jaxdisagg.cache import PagedCache
 from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.config import NodeConfig

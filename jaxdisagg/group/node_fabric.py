@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ffi_transport.engine import TransferEngine
-from ffi_transport.types import Event, MessageReceived, PeerConnected, PeerLostEvent, TriggerFault
+from ffi_transport.events import Event, MessageReceived, PeerConnected, PeerLostEvent, TriggerFault
 from jaxdisagg.group.connecting import fence_links
 from jaxdisagg.group.fabric_messages import (
     Fault,

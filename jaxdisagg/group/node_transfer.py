@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ffi_transport.types import TransferEnded
+from ffi_transport.events import TransferEnded
 from jaxdisagg.group.fabric_messages import PartEnded
 from jaxdisagg.group.node_fabric import Pair, Peer
 from jaxdisagg.planned_request import PlannedRequest

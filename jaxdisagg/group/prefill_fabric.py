@@ -12,7 +12,8 @@ from typing import Any
 
 from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import PeerLost
-from ffi_transport.types import Event, PlanWrite, TransferEnded
+from ffi_transport.events import Event, TransferEnded
+from ffi_transport.types import PlanWrite
 from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.group.fabric_messages import (
     CancelPart,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from nodes import Pair, generate_all, wait_until
 
-from ffi_transport.types import CounterOvershoot
+from ffi_transport.events import CounterOvershoot
 from jaxdisagg import messages
 from jaxdisagg.api import GenerationRequest, RequestError
 from jaxdisagg.config import BatchConfig

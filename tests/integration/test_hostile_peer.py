@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from nodes import Pair, engine_for, generate_all, wait_until
 
-from ffi_transport.types import MessageReceived, PeerLostEvent
+from ffi_transport.events import MessageReceived, PeerLostEvent
 from jaxdisagg import messages
 from jaxdisagg.api import RequestError
 from jaxdisagg.hello import ContextBuffers, MemberHello, Region

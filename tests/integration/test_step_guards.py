@@ -20,8 +20,9 @@ from scripted_drafts import load_with_drafts
 from serving_model import CONFIG
 
 from ffi_transport.engine import TransferEngine
+from ffi_transport.events import TransferEnded
 from ffi_transport.trigger import TARGET, make_trigger
-from ffi_transport.types import EngineConfig, PageUnit, TransferEnded
+from ffi_transport.types import EngineConfig, PageUnit
 from jaxdisagg.cache import Shard
 from jaxdisagg.config import BatchConfig, CacheConfig
 from jaxdisagg.model_loading import load_model

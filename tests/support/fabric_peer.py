@@ -20,7 +20,8 @@ import numpy as np
 from threads import wake_ups
 
 from ffi_transport.engine import TransferEngine
-from ffi_transport.types import EngineConfig, Event, MemoryRegion, PageUnit, RemoteRegion
+from ffi_transport.events import Event
+from ffi_transport.types import EngineConfig, MemoryRegion, PageUnit, RemoteRegion
 
 DEADLINE = 60.0
 PAGE = 4096

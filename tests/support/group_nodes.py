@@ -17,7 +17,8 @@ from nodes import wait_until
 
 from ffi_transport import _native
 from ffi_transport.engine import TransferEngine
-from ffi_transport.types import EngineConfig, Event
+from ffi_transport.events import Event
+from ffi_transport.types import EngineConfig
 from jaxdisagg.cache import Shard
 from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.event_pump import EventPump

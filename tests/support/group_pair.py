@@ -3,7 +3,7 @@
 import numpy as np
 from group_nodes import CONTEXT_BYTES, PAGES, Side, at_once, run_until
 
-from ffi_transport.types import PeerConnected
+from ffi_transport.events import PeerConnected
 from jaxdisagg.hello import NodeHello
 from jaxdisagg.landings import Destination
 from jaxdisagg.messages import decode_greeting, pack

@@ -12,15 +12,8 @@ import jax
 import numpy as np
 
 from ffi_transport.engine import TransferEngine
-from ffi_transport.types import (
-    CounterReached,
-    EngineConfig,
-    Landing,
-    MemoryRegion,
-    PageUnit,
-    RemoteRegion,
-    TransferEnded,
-)
+from ffi_transport.events import CounterReached, TransferEnded
+from ffi_transport.types import EngineConfig, Landing, MemoryRegion, PageUnit, RemoteRegion
 from jaxdisagg.bench.gpu.rows import Row, take_stdout
 
 DEADLINE_SECONDS = 20.0

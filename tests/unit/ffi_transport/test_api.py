@@ -23,18 +23,15 @@ from ffi_transport.errors import (
     TransportError,
     from_native,
 )
-from ffi_transport.types import (
+from ffi_transport.events import (
     CounterOvershoot,
     CounterReached,
-    EngineConfig,
     MessageReceived,
-    PageUnit,
     PeerConnected,
     PeerLostEvent,
-    PlanWrite,
-    RemoteRegion,
     TransferEnded,
 )
+from ffi_transport.types import EngineConfig, PageUnit, PlanWrite, RemoteRegion
 
 UNIT = PageUnit(1024, 0, 1024, 0, 1024)
 

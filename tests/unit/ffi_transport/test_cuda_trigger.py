@@ -9,14 +9,8 @@ from fabric_peer import wait_for, wait_for_all
 
 from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import FabricUnavailable, TransferTimeout
-from ffi_transport.types import (
-    CounterReached,
-    EngineConfig,
-    PageUnit,
-    PlanWrite,
-    TransferEnded,
-    TriggerFault,
-)
+from ffi_transport.events import CounterReached, TransferEnded, TriggerFault
+from ffi_transport.types import EngineConfig, PageUnit, PlanWrite
 
 DEVICES, LAYERS, PAGES, FLOATS = 2, 4, 6, 256
 PAGE_BYTES = FLOATS * 4

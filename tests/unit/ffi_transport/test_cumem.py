@@ -15,7 +15,8 @@ from fake_cumem import GRAIN, FakeCuMem
 from ffi_transport import cumem
 from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import FabricUnavailable, RegistrationFailed
-from ffi_transport.types import EngineConfig, TransferEnded
+from ffi_transport.events import TransferEnded
+from ffi_transport.types import EngineConfig
 
 MAPPING = ["cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
 UNMAPPING = ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]

@@ -8,7 +8,8 @@ from fabric_peer import PAGE, wait_for
 
 from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import FabricUnavailable, TransportError
-from ffi_transport.types import CounterReached, EngineConfig, Landing, PageUnit, TransferEnded
+from ffi_transport.events import CounterReached, TransferEnded
+from ffi_transport.types import EngineConfig, Landing, PageUnit
 
 WHOLE = PageUnit(PAGE, 0, PAGE, 0, PAGE)
 PAGES = 512

@@ -13,15 +13,8 @@ from fabric_peer import PAGE, Peer, page_sums, wait_for
 
 from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import FabricUnavailable
-from ffi_transport.types import (
-    CounterReached,
-    EngineConfig,
-    Event,
-    PageUnit,
-    PeerLostEvent,
-    RemoteRegion,
-    TransferEnded,
-)
+from ffi_transport.events import CounterReached, Event, PeerLostEvent, TransferEnded
+from ffi_transport.types import EngineConfig, PageUnit, RemoteRegion
 
 PAGES = 256
 WHOLE = PageUnit(PAGE, 0, PAGE, 0, PAGE)

@@ -14,7 +14,8 @@ from trigger_program import (
 )
 
 from ffi_transport.engine import TransferEngine
-from ffi_transport.types import EngineConfig, PageUnit, PlanWrite, TransferEnded, TriggerFault
+from ffi_transport.events import TransferEnded, TriggerFault
+from ffi_transport.types import EngineConfig, PageUnit, PlanWrite
 
 
 @pytest.fixture

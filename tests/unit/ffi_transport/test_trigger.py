@@ -16,15 +16,8 @@ from trigger_program import (
 )
 
 from ffi_transport.engine import TransferEngine
-from ffi_transport.types import (
-    CounterReached,
-    EngineConfig,
-    Event,
-    PageUnit,
-    PlanWrite,
-    TransferEnded,
-    TriggerFault,
-)
+from ffi_transport.events import CounterReached, Event, TransferEnded, TriggerFault
+from ffi_transport.types import EngineConfig, PageUnit, PlanWrite
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import pytest
 from fabric_peer import DEADLINE, PAGE, Peer, page_sums, wait_for
 
 from ffi_transport.errors import PeerLost
-from ffi_transport.types import (
+from ffi_transport.events import (
     CounterReached,
     Event,
     MessageReceived,
-    PageUnit,
     PeerLostEvent,
     TransferEnded,
 )
+from ffi_transport.types import PageUnit
 
 WHOLE = PageUnit(PAGE, 0, PAGE, 0, PAGE)
 

@@ -11,7 +11,7 @@ from group_pair import Both, arrived, fill, gqa, mla
 from threads import statuses
 
 from ffi_transport.errors import TransferTimeout
-from ffi_transport.types import ArrivalFailed, CounterReached, TransferEnded
+from ffi_transport.events import ArrivalFailed, CounterReached, TransferEnded
 from jaxdisagg.landings import Destination, DeviceLandings
 from jaxdisagg.messages import pack
 

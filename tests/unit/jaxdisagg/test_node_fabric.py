@@ -5,12 +5,7 @@ from group_nodes import CONTEXT_BYTES
 from group_pair import TOTAL, Both, arrived, fill, gqa, mla
 
 from ffi_transport import _native
-from ffi_transport.types import (
-    CounterOvershoot,
-    CounterReached,
-    TransferEnded,
-    TriggerFault,
-)
+from ffi_transport.events import CounterOvershoot, CounterReached, TransferEnded, TriggerFault
 from jaxdisagg.landings import Destination
 from jaxdisagg.transfer_plan import CacheLayout
 

@@ -7,12 +7,7 @@ from group_nodes import Side
 from group_pair import Both, arrived, fill, gqa
 
 from ffi_transport.errors import PeerLost, TransferTimeout
-from ffi_transport.types import (
-    CounterReached,
-    MessageReceived,
-    PeerLostEvent,
-    TransferEnded,
-)
+from ffi_transport.events import CounterReached, MessageReceived, PeerLostEvent, TransferEnded
 from jaxdisagg.hello import MemberHello, NodeHello
 from jaxdisagg.messages import decode_greeting, encode
 

@@ -18,7 +18,8 @@ from plan_layouts import cuts, pairs, seeds
 from plan_oracle import CONTEXT_BYTES, CONTEXT_ROWS, Request, make_request, ordinal_of
 
 from ffi_transport.engine import TransferEngine
-from ffi_transport.types import CounterReached, EngineConfig, MemoryRegion, TransferEnded
+from ffi_transport.events import CounterReached, TransferEnded
+from ffi_transport.types import EngineConfig, MemoryRegion
 from jaxdisagg.cache_layout import CacheLayout
 from jaxdisagg.transfer_plan import plan, traffic
 
