@@ -239,7 +239,7 @@ def main(
     batch: Annotated[str, typer.Option(help="decode rows per rank")] = "2,8",
     lengths: Annotated[str, typer.Option(help="tokens already in the cache")] = "0,512",
     dtype: str = "float32",
-    page_size: int = 16,
+    page_size: Annotated[int, typer.Option(min=1)] = 16,
     repeats: Annotated[int, typer.Option(min=1)] = 20,
     rules: Annotated[Path | None, typer.Option(help="sharding rules, TOML")] = None,
     mtp: Annotated[bool, typer.Option("--mtp", help="time decode with drafts beside")] = False,

@@ -209,7 +209,7 @@ def main(
                 highlight=False,
             )
             if last.said:
-                console.print(last.said, markup=False, highlight=False)
+                console.print(last.said, markup=False, highlight=False, soft_wrap=True)
 
         try:
             outcomes = run_steps(steps, logs, seconds - (time.monotonic() - begin), done)

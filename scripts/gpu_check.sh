@@ -16,7 +16,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TOTAL_SECONDS=480
 BUILD_SECONDS=120
-MARGIN_SECONDS=10
+MARGIN_SECONDS=15
 MAX_CARRIED_MIB=64
 # What the application imports and an image for training may lack.
 WHEELS=(msgspec fastapi starlette opentelemetry-api pydantic pydantic-core annotated-types
@@ -50,9 +50,10 @@ prepare() {
     "$python" -m pip --disable-pip-version-check download -q --no-deps --only-binary=:all: \
       --python-version 3.12 --implementation cp "${platforms[@]}" \
       --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d "$folder/wheels" \
-      "$name$version"
+      "$name$version" || fail "--prepare: the wheel $name$version cannot be had (see above)"
   done
-  (cd "$folder/debs" && apt-get -qq download "${DEBS[@]}")
+  (cd "$folder/debs" && apt-get -qq download "${DEBS[@]}") ||
+    fail "--prepare: Debian packages cannot be had (see above); perhaps after apt-get update"
   cp ffi_transport/_native*.so "$folder/native" 2>/dev/null ||
     "$python" -c "import shutil, ffi_transport._native as n; shutil.copy(n.__file__, '$folder/native')"
   "$python" -c "import shutil, sysconfig
@@ -81,6 +82,17 @@ PY
   while IFS= read -r file; do
     [ -z "$file" ] || "$python" -m zipfile -e "$file" "$work/site"
   done <<<"$missing"
+  missing=$(PYTHONPATH=$work/site${PYTHONPATH:+:$PYTHONPATH} "$python" - "${WHEELS[@]}" <<'PY'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+for name in sys.argv[1:]:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        print(name)
+PY
+  )
+  [ -z "$missing" ] || say "neither here nor carried:" $missing
 }
 
 # Unpacks libfabric and what it needs, unless the machine has one; libraries of its own come first.

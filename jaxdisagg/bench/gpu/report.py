@@ -48,7 +48,8 @@ def markdown(outcomes: Sequence[Outcome], about: dict[str, Any]) -> str:
 def _runs(rows: Sequence[Row]) -> list[list[Row]]:
     runs: list[list[Row]] = []
     for row in rows:
-        if runs and _columns([row]) == _columns(runs[-1][:1]):
+        ours, theirs = set(_columns([row])), set(_columns(runs[-1])) if runs else set()
+        if runs and (ours <= theirs or theirs <= ours):  # what some have more leaves cells empty
             runs[-1].append(row)
         else:
             runs.append([row])

@@ -161,6 +161,12 @@ def test_the_report_holds_what_there_was(tmp_path):
     text = (tmp_path / "gpu_check.md").read_text()
     for line in ("jax 0.12", "| b | timeout | 2 | 2/2 |", "| x/y | 0.001235 | yes |", "it hung"):
         assert line in text
+    with_more = [{"op": "x"}, {"op": "y", "ratio": 2}, {"op": "z"}]
+    report.write(tmp_path, [Outcome("d", "passed", 1.0, with_more)], {})
+    assert (
+        "| op | ratio |\n|---|---|\n| x |  |\n| y | 2 |\n| z |  |"
+        in (tmp_path / "gpu_check.md").read_text()
+    )
     assert "| n |\n|---|\n| 1 |" in text  # rows of another form have a table of their own
     assert report.document(outcomes[:1], {})["passed"] is True
     assert report.document([], {})["passed"] is False
