@@ -1,7 +1,6 @@
 """Each process of a node loads what its devices hold, and no more, from both forms of a folder."""
 
 import json
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from convert_checkpoint import convert
 from loading_member import digest
+from ports import free_port
 from random_checkpoint import write_checkpoint
 from repository import REPOSITORY
 from serving_model import CONFIG
@@ -35,8 +35,7 @@ def folders(tmp_path_factory):
 
 def load_in_two_processes(folders):
     """What each process said, [process][folder]."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    coordinator = f"127.0.0.1:{free_port()}"
     script = REPOSITORY / "tests" / "support" / "loading_member.py"
     members = [
         subprocess.Popen(

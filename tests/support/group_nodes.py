@@ -36,7 +36,7 @@ from jaxdisagg.step_plans import StepPlanner
 PAGES = 16
 ROWS = 4
 CONTEXT_BYTES = 64
-SECONDS = 10.0
+SECONDS = 60.0
 ORDINALS = 2048
 """How far apart XLA numbers the CPUs of processes."""
 
@@ -88,6 +88,8 @@ class QueueGroup:
         self.size = size
         self.followers: dict[int, FollowerFabric] = {}
         self.filed = dict.fromkeys(range(1, size), 0)
+        self._said = dict.fromkeys(range(1, size), 0)
+        self._heard = dict.fromkeys(range(1, size), 0)
         self.hearing = {process: threading.Event() for process in range(1, size)}
         self.speaking = {process: threading.Event() for process in range(1, size)}
         self._handlers: dict[type, Callable[[int, Any], None]] = {}
@@ -109,6 +111,7 @@ class QueueGroup:
         self._handlers[kind] = handler
 
     def send(self, process: int, message: Any) -> None:
+        self._said[process] += 1
         self._queues[process].put(channel.encode(message))
 
     def broadcast(self, message: Any) -> None:
@@ -138,6 +141,11 @@ class QueueGroup:
                 self.filed[process] = word.number
             else:
                 follower.handle(word)
+            self._heard[process] += 1
+
+    def all_heard(self) -> bool:
+        """Whether the followers have done all that they were told."""
+        return self._heard == self._said
 
     def close(self) -> None:
         for process, words in self._queues.items():
@@ -227,6 +235,7 @@ class Side:
         self.group.start()
         self._pump.start()
         self.fabric.introduce(self.hello)
+        wait_until(self.group.all_heard, "followers know who they are", SECONDS)
 
     @property
     def address(self) -> str:

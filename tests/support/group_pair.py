@@ -1,7 +1,7 @@
 """Two nodes of several processes, connected as their messengers would, and what is moved."""
 
 import numpy as np
-from group_nodes import CONTEXT_BYTES, PAGES, Side, at_once, run_until
+from group_nodes import CONTEXT_BYTES, PAGES, SECONDS, Side, at_once, run_until
 
 from ffi_transport.events import PeerConnected
 from jaxdisagg.hello import NodeHello
@@ -62,8 +62,8 @@ class Both:
     def connect(self):
         """Returns once the prefill side knows all of the decode side's processes."""
         fabric = self.decode.decode
-        peer = fabric.connect(self.prefill.address, 5.0)
-        links = fabric.link(peer, self.prefill.address, self.prefill.hello, 5.0)
+        peer = fabric.connect(self.prefill.address, SECONDS)
+        links = fabric.link(peer, self.prefill.address, self.prefill.hello, SECONDS)
         fabric.admit(peer, self.prefill.hello, links)
         self.peer = peer
         self.run_until(self.whole, "all links stand")

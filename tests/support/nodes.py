@@ -23,7 +23,7 @@ from jaxdisagg.prefill_node import PrefillNode
 
 PAGE = 16
 CHUNK = 64
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 90.0  # for what takes a moment: a deadline, no measure
 
 Load = Callable[[NodeConfig, Sequence[jax.Device]], LoadedModel]
 

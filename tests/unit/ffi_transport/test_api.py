@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import pytest
 from fabric_peer import wait_for
+from nodes import wait_until
 
 from ffi_transport import _native
 from ffi_transport.engine import LIBFABRIC_VARIABLE, TransferEngine
@@ -252,6 +253,7 @@ def test_counters_and_overshoot(make_node):
     sender.engine.write(transfer, sender.region, 0, receiver.region.remote(), 0, 100)
     sender.engine.seal(transfer)
     wait_for(sender.engine, TransferEnded, [])
+    wait_until(lambda: receiver.engine.counters()["stale_immediates"], "the receiver's own thread")
     assert receiver.engine.counters()["stale_immediates"] == 1
     receiver.engine.arm(3, 1, adopt_early=True)
     assert wait_for(receiver.engine, CounterReached, seen[2:]) == CounterReached(3, 1)

@@ -1,12 +1,12 @@
 """Transfers and failures between two real processes over libfabric."""
 
 import base64
-import socket
 import time
 
 import numpy as np
 import pytest
 from fabric_peer import DEADLINE, PAGE, Peer, page_sums, wait_for
+from ports import free_port
 
 from ffi_transport.errors import PeerLost
 from ffi_transport.events import (
@@ -165,12 +165,6 @@ def test_dead_receiver_fails_transfers_then_the_peer(provider, make_node, how):
         assert caught.value.peer == peer
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_restarted_receiver_gets_nothing_from_an_old_sender(provider, make_node):
     pages = 256
     port = free_port()
@@ -221,7 +215,7 @@ def test_short_messages_overtake_bulk_data(provider, make_node):
         peer = node.engine.connect(child.address, 30)
         child.call("echo", count=5)
         transfer = node.engine.open_transfer(peer, 1)
-        for seed in range(1000):  # 1 GiB
+        for seed in range(2000):  # 2 GiB: some seconds
             node.engine.write_paged(
                 transfer, node.region, child.remote, permutation(pages, seed),
                 permutation(pages, seed + 1), WHOLE,

@@ -14,7 +14,7 @@ import pytest
 from jaxdisagg.api import EngineInfo, GenerationRequest, RequestTiming, TokenOutput
 from jaxdisagg.server import HttpServer, bind, create_app
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 TIMING = RequestTiming(
     queue=0.01,
     prefill=0.02,

@@ -19,7 +19,7 @@ from jaxdisagg.group.leader import LeaderGroup
 from jaxdisagg.group.messages import Loaded, Step, Stop, WarmedUp
 
 KEY = b"0123456789abcdef"
-WAIT = 20.0
+WAIT = 60.0
 NODE = NodeConfig(role="mixed", model=Path("m"), mesh=MeshConfig(tp=2, processes=2))
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from nodes import wait_until
 
 from jaxdisagg.config import MeshConfig, NodeConfig, Timeouts
 from jaxdisagg.group.channel import FollowerChannel
@@ -15,7 +16,7 @@ from jaxdisagg.group.messages import Failed, Loaded, Status, Step, Stop
 from jaxdisagg.loop import StepLoop
 
 KEY = b"0123456789abcdef"
-WAIT = 20.0
+WAIT = 60.0
 
 
 class Member:
@@ -30,7 +31,7 @@ class Member:
             process,
             key=KEY,
             silence=10.0,
-            timeout=5.0,
+            timeout=WAIT,
             on_message=self._take,
             on_lost=lambda _: None,
         )
@@ -73,6 +74,8 @@ def test_collect_takes_one_message_of_each_and_leaves_the_rest():
         found = group.collect(Loaded, WAIT)
         assert found == {1: Loaded("weights 0", "rules"), 2: Loaded("weights 1", "rules")}
         one.channel.send(Loaded("again", ""))
+        one.channel.send(Status(3, 0))
+        wait_until(lambda: group.state(0, 0)["1"]["steps"] == 3, "what came before is kept")
         with pytest.raises(GroupError, match=r"no Loaded from process 2 of node within 0\.2 s"):
             group.collect(Loaded, 0.2)
         two.channel.send(Loaded("late", ""))

@@ -9,7 +9,7 @@ import pytest
 from jaxdisagg.api import RequestError
 from jaxdisagg.server import HttpServer, bind
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 BODIES = {
     "/v1/completions": {"prompt": "x", "max_tokens": 5},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5},

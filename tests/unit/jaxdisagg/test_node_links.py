@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from group_nodes import Side
+from group_nodes import SECONDS, Side
 from group_pair import Both, arrived, fill, gqa
 
 from ffi_transport.errors import PeerLost, TransferTimeout
@@ -122,7 +122,7 @@ def test_a_link_that_does_not_come_about_is_named_and_the_others_are_closed():
             ("loopback:60000", "no answer to HELLO"),
             (stranger.address, "process 0 of decode-0, in its life"),
         ):
-            peer = fabric.connect(both.prefill.address, 5.0)
+            peer = fabric.connect(both.prefill.address, SECONDS)
             hello = both.prefill.hello
             wrong = NodeHello(
                 **{f: getattr(hello, f) for f in hello.__struct_fields__}
@@ -143,8 +143,8 @@ def test_a_link_that_does_not_come_about_is_named_and_the_others_are_closed():
 def test_a_link_that_is_lost_before_its_peer_is_known_is_not_missed(process):
     with Both(gqa(2), gqa(2), link=False) as both:
         fabric = both.decode.decode
-        peer = fabric.connect(both.prefill.address, 5.0)
-        links = fabric.link(peer, both.prefill.address, both.prefill.hello, 5.0)
+        peer = fabric.connect(both.prefill.address, SECONDS)
+        links = fabric.link(peer, both.prefill.address, both.prefill.hello, SECONDS)
         both.decode.engines[process].fence(links[process, 1])
         both.run_until(lambda: fabric._lost, "its loss is told")
         with pytest.raises(PeerLost, match=f"between process {process} here and process 1 there"):
@@ -156,9 +156,9 @@ def test_a_follower_that_does_not_answer_is_named_and_its_late_links_are_left():
     with Both(gqa(2), gqa(2), link=False) as both:
         fabric = both.decode.decode
         both.decode.group.hearing[1].clear()
-        peer = fabric.connect(both.prefill.address, 5.0)
+        peer = fabric.connect(both.prefill.address, SECONDS)
         with pytest.raises(TransferTimeout, match="decode-0: process 1 did not answer"):
-            fabric.link(peer, both.prefill.address, both.prefill.hello, 0.1)
+            fabric.link(peer, both.prefill.address, both.prefill.hello, 1.0)
         both.decode.group.hearing[1].set()
         engine = both.prefill.engines[1]
         # One of them was the leader's.
@@ -182,7 +182,7 @@ def test_members_that_do_not_belong_are_turned_away_and_harm_nobody(process):
             stranger = Side("decode", gqa(2))
             stranger.engines[0].set_hello(encode(hello))
             both.sides = (*both.sides, stranger)
-            link = stranger.engines[0].connect(address, 5.0)
+            link = stranger.engines[0].connect(address, SECONDS)
 
             def away(stranger=stranger, link=link):
                 fabric.tick(time.monotonic())
@@ -204,7 +204,7 @@ def test_members_that_do_not_belong_are_turned_away_and_harm_nobody(process):
 
 def test_a_node_whose_members_have_not_all_come_is_missing_some():
     with Both(gqa(2), gqa(2), link=False) as both:
-        both.decode.decode.connect(both.prefill.address, 5.0)
+        both.decode.decode.connect(both.prefill.address, SECONDS)
         both.run_until(lambda: both.at_prefill, "its leader came")
         missing = both.prefill.prefill.missing(both.at_prefill)
         assert "process 0 of prefill-0 has not been greeted by process 1 of decode-0" in missing
@@ -215,11 +215,11 @@ def test_members_may_come_before_their_leader():
     with Both(gqa(2), gqa(2), link=False) as both:
         follower = both.decode.engines[1]
         for engine in both.prefill.engines:
-            follower.connect(engine.control_address, 5.0)
+            follower.connect(engine.control_address, SECONDS)
         strangers = both.prefill.prefill._strangers
         both.run_until(lambda: len(strangers) == 2, "both wait for their leader")
         for engine in both.prefill.engines:
-            both.decode.engines[0].connect(engine.control_address, 5.0)
+            both.decode.engines[0].connect(engine.control_address, SECONDS)
         both.run_until(both.whole, "all are known")
         assert not strangers
 

@@ -71,7 +71,7 @@ def world():
                 calls.popleft()()
             return until()
 
-        wait_until(step, what, 5.0)
+        wait_until(step, what)
 
     return peers, engine, run
 
@@ -146,6 +146,7 @@ def test_a_node_that_is_lost_at_once_is_not_tried_again_at_once(world):
     peers.refresh([("a:1", 0)])
     run(lambda: peers.missing() is None)
     (peer,) = peers.connected()
+    peer.since = time.monotonic() + 10  # however long ago it was
     peers.lost(1, "greeted twice")
     assert peers.next_deadline() == peer.since + 1.0
     peers.tick(peer.since + 1.0)

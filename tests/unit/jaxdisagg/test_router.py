@@ -13,7 +13,7 @@ from jaxdisagg.api import RequestError
 from jaxdisagg.router import create_router_app
 from jaxdisagg.server import bind, create_app
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 BODY = {"prompt": "x"}
 STREAM = {"prompt": "x", "stream": True}
 
