@@ -20,14 +20,20 @@ def pad_table(page_table: jax.Array, block: int) -> jax.Array:
     return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block)))
 
 
-def to_f32(cached: jax.Array) -> jax.Array:
-    """Cached numbers in f32: bytes (uint8) are e4m3 numbers (float8_e4m3fn), exact in f32.
+def numbers(cached: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """What is cached, in `dtype`; bytes (uint8) are e4m3 numbers, exact in bf16, f16 and f32.
 
     A cache stays uint8 wherever it is written: XLA scatters into float8 by way of f16 copies.
     """
     if cached.dtype == jnp.uint8:
         cached = lax.bitcast_convert_type(cached, jnp.float8_e4m3fn)
-    return cached.astype(jnp.float32)
+    return cached.astype(dtype)
+
+
+def product_dtype(q: jax.Array, cache: jax.Array) -> jnp.dtype:
+    """In which queries and what is cached are multiplied: the one that holds both, so 16 bits stay
+    16 bits; q's for a cache of e4m3 bytes."""
+    return q.dtype if cache.dtype == jnp.uint8 else jnp.promote_types(q.dtype, cache.dtype)
 
 
 def read_block(
@@ -55,18 +61,20 @@ def read_block(
 
 
 def read_latent_block(
-    cache: jax.Array, pages: jax.Array, first: jax.Array, lengths: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Latent rows of some consecutive pages of each table row, and which of them are live.
+    cache: jax.Array, pages: jax.Array, first: jax.Array, lengths: jax.Array, latent: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Latents and rotated keys of some consecutive pages of each row, and which tokens are live.
 
-    cache [P, Z, R+C]; pages [B, M] page ids of the pages `first`, first+1, ... of each row; lengths
-    [B]. Returns (latents [B, M*Z, R+C] in the cache's dtype, live [B, M*Z]). Tokens at or past a
-    row's length are not live and all zero, whatever the page holds: a product with a NaN is a NaN.
-    So entries of pages past the length may be anything, out of range included.
+    cache [P, Z, R+C] with R = `latent`; pages [B, M] page ids of the pages `first`, first+1, ... of
+    each row; lengths [B]. Returns (latents [B, M*Z, R], rotated [B, M*Z, C], live [B, M*Z]), the
+    former two in the cache's dtype. Tokens at or past a row's length are not live: their latent is
+    zero whatever the page holds, since a weight of 0 would keep a NaN, and their rotated key is
+    arbitrary, since the caller replaces their scores. So entries of pages past the length may be
+    anything, out of range included.
     """
-    rows, count = pages.shape
-    _, page_size, width = cache.shape
-    latents = cache.at[pages].get(mode="clip").reshape(rows, count * page_size, width)
-    positions = first * page_size + jnp.arange(count * page_size)
-    live = positions[None, :] < lengths[:, None]
-    return jnp.where(live[..., None], latents, 0), live
+    shape = (len(pages), pages.shape[1] * cache.shape[1], -1)
+    # Two gathers, not one and its slices: XLA:CPU copies then once, masking as it goes.
+    latents = cache.at[pages, :, :latent].get(mode="clip").reshape(shape)
+    rotated = cache.at[pages, :, latent:].get(mode="clip").reshape(shape)
+    live = first * cache.shape[1] + jnp.arange(shape[1]) < lengths[:, None]
+    return jnp.where(live[..., None], latents, 0), rotated, live

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paging import MASKED, to_f32
+from pallas_kernels.paging import MASKED, numbers
 
 
 def gqa_decode(
@@ -20,7 +20,7 @@ def gqa_decode(
     _, kv_heads, _, page_size, _ = cache.shape
     tokens = page_table.shape[1] * page_size
     live = jnp.arange(tokens) < lengths[:, None]  # [B, S]
-    cached = to_f32(cache)
+    cached = numbers(cache, jnp.float32)
     if cache_scale is not None:
         cached = cached * cache_scale[:, :, None, None]
     kv = cached[page_table].transpose(0, 2, 3, 1, 4, 5)

@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paging import MASKED, pad_table, pages_per_block, read_block, to_f32
+from pallas_kernels.paging import (
+    MASKED,
+    numbers,
+    pad_table,
+    pages_per_block,
+    product_dtype,
+    read_block,
+)
 
 
 def gqa_decode(
@@ -20,27 +27,35 @@ def gqa_decode(
     *,
     scale: float,
 ) -> jax.Array:
-    """As `api.gqa_decode`; memory is one block of K/V for all rows."""
+    """As `api.gqa_decode`; memory is one block of K/V for all rows.
+
+    Products are taken in `product_dtype` and summed in f32: a block of 16-bit numbers is half of
+    one in f32 to copy and to read, even where so few rows gain nothing in the products themselves.
+    """
     rows, num_heads, head_dim = q.shape
     _, kv_heads, _, page_size, _ = cache.shape
     block = pages_per_block(page_size, page_table.shape[1])
     table = pad_table(page_table, block)
-    grouped = q.astype(jnp.float32).reshape(rows, kv_heads, num_heads // kv_heads, head_dim) * scale
-    if cache_scale is not None:  # of K here and of V in the result, not of every number read
-        grouped = grouped * cache_scale[:, 0, None, None]
+    dtype = product_dtype(q, cache)
+    grouped = q.astype(dtype).reshape(rows, kv_heads, num_heads // kv_heads, head_dim)
+    factor = scale  # of the scores: a scaled query would no longer be a 16-bit number
+    if cache_scale is not None:  # K's here and V's in the result, not every number's that is read
+        factor = scale * cache_scale[:, 0, None, None]
 
     def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, acc = carry  # [B, K, G], [B, K, G], [B, K, G, H]
         pages = lax.dynamic_slice_in_dim(table, i * block, block, axis=1)
         k, v, live = read_block(cache, pages, i * block, lengths)
-        k, v = to_f32(k), to_f32(v)  # so few rows gain nothing from bf16
-        scores = jnp.einsum("bkgh,bksh->bkgs", grouped, k)
-        scores = jnp.where(live[:, None, None, :], scores, MASKED)
+        k, v = numbers(k, dtype), numbers(v, dtype)
+        scores = jnp.einsum("bkgh,bksh->bkgs", grouped, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(live[:, None, None, :], scores * factor, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
         decay = jnp.exp(top - new_top)
-        out = jnp.einsum("bkgs,bksh->bkgh", weights, v)
-        return new_top, total * decay + weights.sum(-1), acc * decay[..., None] + out
+        part = jnp.einsum(
+            "bkgs,bksh->bkgh", weights.astype(dtype), v, preferred_element_type=jnp.float32
+        )
+        return new_top, total * decay + weights.sum(-1), acc * decay[..., None] + part
 
     blocks = (lengths.max() + block * page_size - 1) // (block * page_size)
     zeros = jnp.zeros(grouped.shape[:-1], jnp.float32)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paging import MASKED, to_f32
+from pallas_kernels.paging import MASKED, numbers
 
 
 def mla_decode(
@@ -18,7 +18,7 @@ def mla_decode(
 ) -> jax.Array:
     """As `api.mla_decode`, in f32 throughout."""
     width = cache.shape[2]
-    cached = to_f32(cache)
+    cached = numbers(cache, jnp.float32)
     if cache_scale is not None:
         cached = cached * jnp.where(jnp.arange(width) < latent, cache_scale[0], cache_scale[1])
     rows = cached[page_table].reshape(len(q), -1, width)  # [B, S, R+C]

@@ -10,10 +10,11 @@ from jax import lax
 
 from pallas_kernels.paging import (
     MASKED,
+    numbers,
     pad_table,
     pages_per_block,
+    product_dtype,
     read_latent_block,
-    to_f32,
 )
 
 
@@ -29,35 +30,30 @@ def mla_decode(
 ) -> jax.Array:
     """As `api.mla_decode`; memory is one block of latents for all rows.
 
-    Products are taken in the cache's dtype and summed in f32: all heads share a latent, so that
-    even one row is a matrix product, which a CPU does up to four times faster in bf16. For e4m3
-    bytes, which are bf16 numbers too, q's dtype takes that place.
+    Products are taken in `product_dtype` and summed in f32: all heads share a latent, so that even
+    one row is a matrix product, which a CPU does up to four times faster in bf16.
     """
     page_size = cache.shape[1]
     block = pages_per_block(page_size, page_table.shape[1])
     table = pad_table(page_table, block)
-    dtype = q.dtype if cache_scale is not None else cache.dtype
+    dtype = product_dtype(q, cache)
     queries = q.astype(dtype)
 
     def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, acc = carry  # f32 [B, N], [B, N], [B, N, R]
         pages = lax.dynamic_slice_in_dim(table, i * block, block, axis=1)
-        rows, live = read_latent_block(cache, pages, i * block, lengths)
-        if cache_scale is None:
-            scores = dots(queries, rows)
-        else:  # scaled when summed: a scaled query would no longer be a bf16 number
-            rows = to_f32(rows).astype(dtype)
-            scores = cache_scale[0] * dots(queries[..., :latent], rows[..., :latent])
-            scores += cache_scale[1] * dots(queries[..., latent:], rows[..., latent:])
-        scores = jnp.where(live[:, None], scores * scale, MASKED)
+        latents, rotated, live = read_latent_block(cache, pages, i * block, lengths, latent)
+        latents, rotated = numbers(latents, dtype), numbers(rotated, dtype)
+        of_latents = dots(queries[..., :latent], latents)
+        of_rotated = dots(queries[..., latent:], rotated)
+        if cache_scale is not None:  # of sums: a scaled query would no longer be a 16-bit number
+            of_latents, of_rotated = of_latents * cache_scale[0], of_rotated * cache_scale[1]
+        scores = jnp.where(live[:, None], (of_latents + of_rotated) * scale, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
         decay = jnp.exp(top - new_top)
         part = jnp.einsum(
-            "bns,bsr->bnr",
-            weights.astype(rows.dtype),
-            rows[..., :latent],
-            preferred_element_type=jnp.float32,
+            "bns,bsr->bnr", weights.astype(dtype), latents, preferred_element_type=jnp.float32
         )
         return new_top, total * decay + weights.sum(-1), acc * decay[..., None] + part
 
@@ -72,6 +68,6 @@ def mla_decode(
     return out.astype(q.dtype)
 
 
-def dots(queries: jax.Array, rows: jax.Array) -> jax.Array:
-    """f32 [B, N, S], the products of queries [B, N, W] with rows [B, S, W]."""
-    return jnp.einsum("bnw,bsw->bns", queries, rows, preferred_element_type=jnp.float32)
+def dots(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """f32 [B, N, S], the products of queries [B, N, W] with keys [B, S, W]."""
+    return jnp.einsum("bnw,bsw->bns", queries, keys, preferred_element_type=jnp.float32)

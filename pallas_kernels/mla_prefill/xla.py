@@ -69,10 +69,12 @@ def mla_prefill(
 
         def pages(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             ids = lax.dynamic_slice_in_dim(table_r, j * block, block, axis=1)
-            (kept,), _ = read_latent_block(cache, ids, j * block, length[None])  # [S, R+C]
-            rotated = jnp.broadcast_to(kept[:, latent:].T, (heads, width - latent, span))
-            k = jnp.concatenate([decompress(w_k, kept[:, :latent]), rotated], axis=1)
-            v = decompress(w_v, kept[:, :latent])
+            (latents,), (rotated,), _ = read_latent_block(
+                cache, ids, j * block, length[None], latent
+            )
+            shared = jnp.broadcast_to(rotated.T, (heads, width - latent, span))
+            k = jnp.concatenate([decompress(w_k, latents), shared], axis=1)
+            v = decompress(w_v, latents)
             keys = j * span + jnp.arange(span)
             first = jnp.argmax(limits > j * span)  # the first token that sees any of these keys
 

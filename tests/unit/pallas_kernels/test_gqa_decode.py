@@ -66,6 +66,29 @@ def test_xla_agrees_with_the_reference(heads, kv_heads, dtype):
     )
 
 
+@pytest.mark.parametrize(
+    ("q_dtype", "cache_dtype", "atol"),  # a result of its dtype's precision
+    [("float32", "bfloat16", 1e-5), ("float16", "bfloat16", 1e-3), ("bfloat16", "float32", 1e-2)],
+)
+def test_products_keep_what_either_operand_holds(q_dtype, cache_dtype, atol):
+    q, cache, table, lengths = make_case([40, 9])
+    q, cache = jnp.asarray(q, q_dtype), jnp.asarray(cache, cache_dtype)
+    ours = run(q, cache, table, lengths, scale=0.25, backend="xla").astype(jnp.float32)
+    truth = (np.asarray(a, np.float32) for a in (q, cache))
+    np.testing.assert_allclose(ours, naive(*truth, table, lengths), atol=atol)
+
+
+def test_a_block_of_16_bit_numbers_takes_half_of_one_in_f32():
+    def bytes_of(dtype):
+        shapes = [((8, 32, 128), dtype), ((513, 8, 2, 16, 128), dtype)]
+        shapes += [((8, 64), "int32"), ((8,), "int32")]
+        args = [jax.ShapeDtypeStruct(*s) for s in shapes]
+        step = jax.jit(lambda *a: gqa_decode(*a, scale=1.0, backend="xla"))
+        return step.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    assert bytes_of("bfloat16") < 0.7 * bytes_of("float32")
+
+
 @given(
     lengths=st.lists(st.integers(0, 48), min_size=4, max_size=4),
     page_size=st.sampled_from([1, 8, 16]),

@@ -203,9 +203,9 @@ def test_heads_shard_and_the_cache_does_not(dtype):
 def test_blocks_past_the_longest_row_are_not_read(lengths, reads, monkeypatch):
     seen = []
 
-    def counting(cache, pages, first, lengths):
+    def counting(cache, pages, first, *rest):
         jax.debug.callback(lambda at: seen.append(int(at)), first)
-        return paging.read_latent_block(cache, pages, first, lengths)
+        return paging.read_latent_block(cache, pages, first, *rest)
 
     monkeypatch.setattr(xla, "read_latent_block", counting)
     case = make_case(lengths, width=40)

@@ -236,9 +236,9 @@ def test_a_block_is_decompressed_once_per_row(chunks, reads, monkeypatch):
     """Whatever the number of query blocks; rows without tokens and later blocks cost nothing."""
     seen = []
 
-    def counting(cache, pages, first, lengths):
+    def counting(cache, pages, first, *rest):
         jax.debug.callback(lambda at: seen.append(int(at)), first)
-        return paging.read_latent_block(cache, pages, first, lengths)
+        return paging.read_latent_block(cache, pages, first, *rest)
 
     monkeypatch.setattr(xla, "read_latent_block", counting)
     case = make_case(chunks)
