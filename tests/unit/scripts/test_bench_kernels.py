@@ -10,6 +10,7 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner, Result
 
+from jaxdisagg import gpu_setup
 from jaxdisagg.bench import kernels, page_loop
 from jaxdisagg.bench.timing import interleaved, median_ci
 from pallas_kernels.cost import Cost
@@ -73,6 +74,26 @@ def test_what_cannot_be_is_refused(arguments, message):
     shown = run("--small", *arguments)
     assert shown.exit_code == 2
     assert message in shown.output
+
+
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        (AssertionError(), "JAX_PLATFORMS=cuda: this jax is for CPUs alone; install jaxdisagg[cud"),
+        (RuntimeError("no\ndriver"), "no driver"),
+    ],
+)
+def test_a_back_end_that_does_not_start_is_refused(raised, message, monkeypatch):
+    def fail() -> str:
+        raise raised
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(gpu_setup, "cuda_plugins", list)
+    monkeypatch.setattr(jax, "default_backend", fail)
+    shown = run("--small")
+    assert shown.exit_code == 2
+    assert f"jax finds no devices: {message}" in " ".join(shown.output.split())
+    assert "Traceback" not in shown.output
 
 
 def test_shares_and_ratio_of_made_up_times(monkeypatch):
