@@ -53,14 +53,16 @@ Status load(const std::string& file, CudaDriver* driver) {
 
 Result<const CudaDriver*> CudaDriver::open() {
   static std::mutex mutex;
-  static std::map<std::string, CudaDriver> loaded;  // by file: the variable is read every time
+  // By file: the variable is read every time. Never destroyed: slots, XLA's threads and those of an
+  // engine that nobody closed use a driver until the process is gone.
+  static auto* const loaded = new std::map<std::string, CudaDriver>;
   std::lock_guard lock(mutex);
   const char* named = std::getenv(kVariable);
   const std::string file = named != nullptr && *named != '\0' ? named : "libcuda.so.1";
-  if (const auto it = loaded.find(file); it != loaded.end()) return &it->second;
+  if (const auto it = loaded->find(file); it != loaded->end()) return &it->second;
   CudaDriver driver;
   if (Status status = load(file, &driver); !status.ok()) return status;
-  return &loaded.emplace(file, driver).first->second;
+  return &loaded->emplace(file, driver).first->second;
 }
 
 std::string CudaDriver::error_name(cuda::Error error) const {

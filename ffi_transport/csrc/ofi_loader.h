@@ -33,10 +33,11 @@ struct OfiApi {
   // An empty path is the system's libfabric.so.1. A library stays loaded for good.
   static Result<const OfiApi*> load(const std::string& path) {
     static std::mutex mutex;
-    static std::map<std::string, OfiApi> loaded;
+    // Never destroyed: threads of an engine that nobody closed use it until the process is gone.
+    static auto* const loaded = new std::map<std::string, OfiApi>;
     std::lock_guard lock(mutex);
     const std::string file = path.empty() ? "libfabric.so.1" : path;
-    if (auto it = loaded.find(file); it != loaded.end()) return &it->second;
+    if (auto it = loaded->find(file); it != loaded->end()) return &it->second;
     // Only providers that this engine can use, unless the user chose: the others of Debian's build
     // look for hardware and install a signal handler that writes .btr files on a crash.
     setenv("FI_PROVIDER", "tcp,net,ofi_rxm,efa,verbs", 0);
@@ -70,7 +71,7 @@ struct OfiApi {
       detail.missing = "libfabric >= 1.17";
       return Status(Code::kUnavailable, std::move(detail));
     }
-    return &loaded.emplace(file, api).first->second;
+    return &loaded->emplace(file, api).first->second;
   }
 
  private:
