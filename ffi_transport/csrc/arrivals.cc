@@ -14,6 +14,15 @@ namespace {
 constexpr size_t kBatchCopies = 256;
 constexpr uint64_t kBatchBytes = 32 << 20;
 
+Status not_ended(int64_t slot) {
+  Status::Detail detail;
+  detail.text = "copies of slot " + std::to_string(slot) +
+                " into a device have not ended: its pages are not safe";
+  detail.id = slot;
+  detail.missing = "the end of a device's stream for arrivals";
+  return Status(Code::kTimeout, std::move(detail));
+}
+
 void add(std::vector<DeviceLane*>* lanes, DeviceLane* lane) {
   if (std::ranges::find(*lanes, lane) == lanes->end()) lanes->push_back(lane);
 }
@@ -132,19 +141,16 @@ Status Arrivals::drop(int64_t slot) {
     entry = std::move(it->second);
     entries_.erase(it);
     entry->unwanted = true;
-    // Bounded: the thread gives a batch up after wait_.
-    changed_.wait(lock, [&] { return entry->state != Entry::State::kRunning; });
+    // The thread gives a batch up after wait_, but a call that copies from a mirror, which is
+    // pageable, may itself wait for the device. Then the thread lets the pages go when it returns.
+    const auto ended = [&] { return entry->state != Entry::State::kRunning; };
+    if (!changed_.wait_for(lock, 2 * wait_, ended)) return not_ended(slot);
     copied = entry->state == Entry::State::kDone;
     if (!copied) bump(stats_->arrivals_dropped);
     std::erase(queue_, entry);
   }
   if (entry->hung && std::ranges::any_of(entry->copying, &DeviceLane::hung)) {
-    Status::Detail detail;
-    detail.text = "copies of slot " + std::to_string(slot) +
-                  " into a device have not ended: its pages are not safe";
-    detail.id = slot;
-    detail.missing = "the end of a device's stream for arrivals";
-    return Status(Code::kTimeout, std::move(detail));
+    return not_ended(slot);
   }
   if (!copied || entry->hung) {
     if (entry->hung) {
