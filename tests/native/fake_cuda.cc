@@ -1,7 +1,8 @@
 // A CUDA driver without a GPU, for tests: device memory is host memory, and what a real driver
-// refuses is refused: calls without a current context, handles that are gone. Here are devices,
-// contexts and memory; fake_cuda_streams.cc has streams and events, fake_cuda_settings.cc what
-// tests say and read.
+// refuses is refused: calls without a current context, handles that are gone or another context's,
+// what may not be captured, ranges that are no whole pages, anything after the end. Here are
+// devices, contexts and memory; fake_cuda_streams.cc has streams and events, fake_cuda_settings.cc
+// what tests say and read.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -23,7 +24,16 @@ int device_of(cuda::Context context) {
 
 }  // namespace
 
-bool fake_cuda::has_context() { return !t_contexts.empty(); }
+int fake_cuda::current_device() { return t_contexts.empty() ? -1 : device_of(t_contexts.back()); }
+
+bool fake_cuda::pinned(const void* memory, size_t bytes) {
+  std::lock_guard lock(state().mutex);
+  auto it = state().host.upper_bound(const_cast<void*>(memory));
+  if (it == state().host.begin()) return false;
+  --it;
+  const auto* begin = static_cast<const char*>(it->first);
+  return static_cast<const char*>(memory) + bytes <= begin + it->second;
+}
 
 EXPORT cuda::Error cuInit(unsigned flags) {
   return call("cuInit", words(flags), [] {

@@ -23,6 +23,16 @@ void fake_cuda_set_delay(uint64_t seed, int most_us);
 void fake_cuda_hold(int held);
 // Waits until a stream (a cuda::Stream) has run all that it was given.
 void fake_cuda_drain(void* stream);
+// From now on every call fails, as it does once the process's exit has taken the driver down.
+void fake_cuda_shut_down();
+
+// Until the end of it, what this thread gives to the stream is recorded and does not run, and what
+// a thread that captures may not do breaks the recording (CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).
+void fake_cuda_begin_capture(void* stream);
+// What was recorded, for good; null if it was broken.
+void* fake_cuda_end_capture();
+// Gives all of it to a stream.
+void fake_cuda_launch(void* graph, void* stream);
 
 // One line per call, in the order in which they began: "cuFunction arguments". What a
 // stream does is logged again when it is done: "ran cuFunction arguments". Mine to keep until

@@ -30,6 +30,7 @@ EXPORT void fake_cuda_reset() {
   s.delay_seed = 0;
   s.delay_most_us = 0;
   s.held = false;
+  s.gone = false;
   s.released.notify_all();
 }
 
@@ -63,6 +64,11 @@ EXPORT void fake_cuda_hold(int held) {
   std::lock_guard lock(state().mutex);
   state().held = held != 0;
   state().released.notify_all();
+}
+
+EXPORT void fake_cuda_shut_down() {
+  std::lock_guard lock(state().mutex);
+  state().gone = true;
 }
 
 EXPORT const char* fake_cuda_log() {

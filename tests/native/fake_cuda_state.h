@@ -33,7 +33,7 @@ struct State {
   std::mutex mutex;
   std::condition_variable released;  // `held` went away
   std::string log;
-  bool started = false, held = false;
+  bool started = false, held = false, gone = false;
   int devices = 8;
   uint64_t delay_seed = 0;
   int delay_most_us = 0;
@@ -50,8 +50,16 @@ State& state();
 
 void add_line(const std::string& line);
 
-// Whether the calling thread has made a context current.
-bool has_context();
+// The device whose context the calling thread has made current, or -1.
+int current_device();
+
+// Why a thread that captures a stream may not make this call, which then breaks the capture.
+cuda::Error refused_in_capture(const char* name);
+// Whether the driver pinned this memory.
+bool pinned(const void* memory, size_t bytes);
+
+inline constexpr cuda::Error kDeinitialized = 4;         // CUDA_ERROR_DEINITIALIZED
+inline constexpr cuda::Error kCaptureUnsupported = 900;  // CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
 
 template <class... Values>
 std::string words(const Values&... values) {
@@ -75,9 +83,10 @@ inline const void* pointer(uint64_t address) { return reinterpret_cast<const voi
 template <class Work>
 cuda::Error call(const char* name, const std::string& arguments, Work work) {
   State& s = state();
-  cuda::Error error = cuda::kSuccess;
+  cuda::Error error = refused_in_capture(name);
   {
     std::lock_guard lock(s.mutex);
+    if (s.gone) error = kDeinitialized;
     if (const auto it = s.failures.find(name); it != s.failures.end()) {
       Failure& failure = it->second;
       if (failure.skip > 0) {
@@ -98,7 +107,7 @@ cuda::Error call(const char* name, const std::string& arguments, Work work) {
 template <class Work>
 cuda::Error call_in_context(const char* name, const std::string& arguments, Work work) {
   return call(name, arguments, [&]() -> cuda::Error {
-    if (!has_context()) return cuda::kInvalidContext;
+    if (current_device() < 0) return cuda::kInvalidContext;
     return work();
   });
 }

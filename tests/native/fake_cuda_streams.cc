@@ -5,7 +5,9 @@
 #include <deque>
 #include <functional>
 #include <random>
+#include <string_view>
 #include <thread>
+#include <vector>
 
 #include "fake_cuda_state.h"
 
@@ -14,7 +16,7 @@ using namespace fake_cuda;
 namespace ffi_transport::cuda {
 
 struct StreamObject {
-  int id = 0;
+  int id = 0, device = -1;
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::function<void()>> queue;
@@ -60,7 +62,7 @@ struct StreamObject {
 };
 
 struct EventObject {
-  int id = 0;
+  int id = 0, device = -1;
   std::mutex mutex;
   std::condition_variable changed;
   uint64_t recorded = 0, done = 0;
@@ -80,6 +82,22 @@ struct EventObject {
 
 namespace {
 
+struct Operation {
+  std::string line;
+  std::function<void()> work;
+};
+struct Capture {
+  cuda::Stream stream = nullptr;
+  bool broken = false;
+  std::vector<Operation> operations;
+};
+thread_local Capture* t_capture = nullptr;
+
+cuda::Error break_capture() {
+  t_capture->broken = true;
+  return kCaptureUnsupported;
+}
+
 bool known(const std::set<const void*>& all, const void* handle) {
   std::lock_guard lock(state().mutex);
   return all.contains(handle);
@@ -87,6 +105,11 @@ bool known(const std::set<const void*>& all, const void* handle) {
 
 // Null is the null stream: it runs in the caller, at once.
 cuda::Error enqueue(cuda::Stream stream, const std::string& line, std::function<void()> work) {
+  if (t_capture != nullptr && stream == nullptr) return break_capture();
+  if (t_capture != nullptr && stream == t_capture->stream) {
+    t_capture->operations.push_back({line, std::move(work)});
+    return cuda::kSuccess;
+  }
   if (stream == nullptr) {
     work();
     add_line("ran " + line);
@@ -116,15 +139,49 @@ void copy(void* to, const void* from, size_t bytes) {
   }
 }
 
+// `host`: the end of it that is not the device's.
 cuda::Error copy_async(const char* name, void* to, const void* from, size_t bytes,
-                       cuda::Stream stream) {
+                       cuda::Stream stream, const void* host) {
   const std::string arguments = words(to, from, bytes) + " stream" + words(id_of(stream));
-  return call_in_context(name, arguments, [&] {
+  return call_in_context(name, arguments, [&]() -> cuda::Error {
+    const bool pageable = host != nullptr && !pinned(host, bytes);
+    if (pageable && t_capture != nullptr) return break_capture();
     return enqueue(stream, name + arguments, [=] { copy(to, from, bytes); });
   });
 }
 
 }  // namespace
+
+cuda::Error fake_cuda::refused_in_capture(const char* name) {
+  if (t_capture == nullptr) return cuda::kSuccess;
+  for (const std::string_view unsafe : {"cuMemHostAlloc", "cuMemFreeHost", "cuEventQuery"}) {
+    if (name == unsafe) return break_capture();
+  }
+  return cuda::kSuccess;
+}
+
+EXPORT void fake_cuda_begin_capture(void* stream) {
+  t_capture = new Capture{static_cast<cuda::Stream>(stream), false, {}};
+}
+
+EXPORT void* fake_cuda_end_capture() {
+  Capture* const ended = t_capture;
+  t_capture = nullptr;
+  // Recorded ones are never destroyed: they are a test's, and streams may run them yet.
+  static auto* const kept = new std::vector<Capture*>;
+  if (!ended->broken) {
+    kept->push_back(ended);
+    return ended;
+  }
+  delete ended;
+  return nullptr;
+}
+
+EXPORT void fake_cuda_launch(void* graph, void* stream) {
+  for (const Operation& operation : static_cast<Capture*>(graph)->operations) {
+    enqueue(static_cast<cuda::Stream>(stream), operation.line, operation.work);
+  }
+}
 
 EXPORT void fake_cuda_drain(void* handle) {
   const auto stream = static_cast<cuda::Stream>(handle);
@@ -133,23 +190,25 @@ EXPORT void fake_cuda_drain(void* handle) {
 
 EXPORT cuda::Error cuMemcpyDtoHAsync_v2(void* to, cuda::DevicePtr from, size_t bytes,
                                         cuda::Stream stream) {
-  return copy_async("cuMemcpyDtoHAsync_v2", to, pointer(from), bytes, stream);
+  return copy_async("cuMemcpyDtoHAsync_v2", to, pointer(from), bytes, stream, to);
 }
 
 EXPORT cuda::Error cuMemcpyHtoDAsync_v2(cuda::DevicePtr to, const void* from, size_t bytes,
                                         cuda::Stream stream) {
-  return copy_async("cuMemcpyHtoDAsync_v2", const_cast<void*>(pointer(to)), from, bytes, stream);
+  return copy_async("cuMemcpyHtoDAsync_v2", const_cast<void*>(pointer(to)), from, bytes, stream,
+                    from);
 }
 
 EXPORT cuda::Error cuMemcpyDtoDAsync_v2(cuda::DevicePtr to, cuda::DevicePtr from, size_t bytes,
                                         cuda::Stream stream) {
   return copy_async("cuMemcpyDtoDAsync_v2", const_cast<void*>(pointer(to)), pointer(from), bytes,
-                    stream);
+                    stream, nullptr);
 }
 
 EXPORT cuda::Error cuStreamCreate(cuda::Stream* stream, unsigned flags) {
   return call_in_context("cuStreamCreate", words(flags), [&] {
     auto* made = new cuda::StreamObject;
+    made->device = current_device();
     {
       std::lock_guard lock(state().mutex);
       made->id = ++state().streams_made;
@@ -181,6 +240,7 @@ EXPORT cuda::Error cuStreamDestroy_v2(cuda::Stream stream) {
 EXPORT cuda::Error cuEventCreate(cuda::Event* event, unsigned flags) {
   return call_in_context("cuEventCreate", words(flags), [&] {
     auto* made = new cuda::EventObject;
+    made->device = current_device();
     std::lock_guard lock(state().mutex);
     made->id = ++state().events_made;
     state().events.insert(made);
@@ -192,7 +252,10 @@ EXPORT cuda::Error cuEventCreate(cuda::Event* event, unsigned flags) {
 EXPORT cuda::Error cuEventRecord(cuda::Event event, cuda::Stream stream) {
   if (!known(state().events, event)) return cuda::kInvalidHandle;
   const std::string arguments = words(event->id) + " stream" + words(id_of(stream));
-  return call_in_context("cuEventRecord", arguments, [&] {
+  return call_in_context("cuEventRecord", arguments, [&]() -> cuda::Error {
+    // Of one context, the stream's.
+    const int device = known(state().streams, stream) ? stream->device : current_device();
+    if (device != event->device) return cuda::kInvalidHandle;
     uint64_t turn;
     {
       std::lock_guard lock(event->mutex);
@@ -204,6 +267,10 @@ EXPORT cuda::Error cuEventRecord(cuda::Event event, cuda::Stream stream) {
 
 EXPORT cuda::Error cuEventQuery(cuda::Event event) {
   if (!known(state().events, event)) return cuda::kInvalidHandle;
+  {
+    std::lock_guard lock(state().mutex);
+    if (state().gone) return kDeinitialized;
+  }
   // Asked in a loop: only the answer that ends it is worth a line.
   std::unique_lock lock(event->mutex);
   if (event->done < event->recorded) return cuda::kNotReady;

@@ -1,5 +1,7 @@
 // Opening CUDA's driver and devices, and what the fake one keeps to.
 #include <cstdlib>
+#include <functional>
+#include <vector>
 
 #include "check.h"
 #include "cuda_driver.h"
@@ -10,6 +12,15 @@ using namespace ffi_transport;
 using check::FakeDriver;
 
 namespace {
+
+// Made before any driver was opened, so its end comes after all that opening one made: threads that
+// nobody joined call the driver as late.
+struct AtTheEnd {
+  const CudaDriver* driver = nullptr;
+  ~AtTheEnd() {
+    if (driver != nullptr && driver->init == nullptr) std::abort();
+  }
+} g_at_the_end;
 
 bool logged(const std::string& words) {
   return std::string(fake_cuda_log()).find(words) != std::string::npos;
@@ -32,6 +43,7 @@ TEST(driver_is_opened_once) {
   CHECK_OK(first.status());
   auto second = CudaDriver::open();
   CHECK(*first == *second);
+  g_at_the_end.driver = *first;
   CHECK((*first)->flush_gpu_direct_rdma_writes != nullptr);
   CHECK((*first)->mem_get_handle_for_address_range != nullptr);
   CHECK_OK((*first)->check(cuda::kSuccess, "nothing"));
@@ -71,6 +83,60 @@ TEST(device_holds_its_context) {
   CHECK_EQ(driver.stream_create(&stream, 0), cuda::kInvalidContext);  // nothing was popped
   device->reset();
   CHECK_EQ(fake_cuda_live("context"), 0);
+}
+
+TEST(fake_handles_belong_to_their_context) {
+  FakeDriver fake;
+  auto one = CudaDevice::open(0), other = CudaDevice::open(1);
+  const CudaDriver& driver = (*one)->driver();
+  cuda::Stream stream = nullptr;
+  cuda::Event events[2] = {};
+  {
+    CudaCurrent current(**one);
+    CHECK_EQ(driver.stream_create(&stream, cuda::kStreamNonBlocking), cuda::kSuccess);
+    CHECK_EQ(driver.event_create(&events[0], cuda::kEventDisableTiming), cuda::kSuccess);
+  }
+  CudaCurrent current(**other);
+  CHECK_EQ(driver.event_create(&events[1], cuda::kEventDisableTiming), cuda::kSuccess);
+  CHECK_EQ(driver.event_record(events[1], stream), cuda::kInvalidHandle);
+  CHECK_EQ(driver.event_record(events[1], nullptr), cuda::kSuccess);
+  CHECK_EQ(driver.event_record(events[0], stream), cuda::kSuccess);
+  fake_cuda_drain(stream);
+  for (const cuda::Event event : events) {
+    CHECK_EQ(driver.event_destroy(event), cuda::kSuccess);
+  }
+  CHECK_EQ(driver.stream_destroy(stream), cuda::kSuccess);
+}
+
+TEST(fake_captures_break_by_what_is_forbidden) {
+  FakeDriver fake;
+  auto device = CudaDevice::open(0);
+  const CudaDriver& driver = (*device)->driver();
+  CudaCurrent current(**device);
+  cuda::Stream stream = nullptr;
+  cuda::Event event = nullptr;
+  void* memory = nullptr;
+  CHECK_EQ(driver.stream_create(&stream, cuda::kStreamNonBlocking), cuda::kSuccess);
+  CHECK_EQ(driver.event_create(&event, cuda::kEventDisableTiming), cuda::kSuccess);
+  CHECK_EQ(driver.mem_host_alloc(&memory, 100, cuda::kHostAllocPortable), cuda::kSuccess);
+  int pageable = 0;
+  const auto address = reinterpret_cast<uint64_t>(&pageable);
+  const std::vector<std::function<cuda::Error()>> forbidden = {
+      [&] { return driver.mem_host_alloc(&memory, 100, 0); },
+      [&] { return driver.mem_free_host(memory); },
+      [&] { return driver.event_query(event); },
+      [&] { return driver.memcpy_dtoh_async(&pageable, address, 4, stream); },
+      [&] { return driver.memcpy_dtoh_async(memory, address, 4, nullptr); },
+  };
+  for (const auto& call : forbidden) {
+    fake_cuda_begin_capture(stream);
+    CHECK_EQ(driver.memcpy_dtoh_async(memory, address, 4, stream), cuda::kSuccess);
+    CHECK_EQ(call(), 900);
+    CHECK(fake_cuda_end_capture() == nullptr);
+  }
+  CHECK_EQ(driver.mem_free_host(memory), cuda::kSuccess);
+  CHECK_EQ(driver.event_destroy(event), cuda::kSuccess);
+  CHECK_EQ(driver.stream_destroy(stream), cuda::kSuccess);
 }
 
 TEST(fake_streams_keep_their_order) {

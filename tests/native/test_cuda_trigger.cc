@@ -120,6 +120,34 @@ TEST(cuda_trigger_enqueues_two_copies_and_waits_for_none) {
   CHECK_EQ(one.device->driver().stream_create(&stream, 0), cuda::kInvalidContext);
 }
 
+// XLA calls the handler once, while its thread captures, and replays what that recorded: with the
+// number that the device holds by then.
+TEST(cuda_trigger_is_captured_and_replayed) {
+  FakeDriver fake;
+  auto board = board_of({0, 1}, 2, true);
+  constexpr int kEngine = TriggerRegistry::kEngines - 6;
+  CudaTriggers::install(kEngine, board);
+  Stream one(1);
+  CudaTrigger copies = one.call(kEngine, 1);
+  copies.out = reinterpret_cast<uint64_t>(one.out.data());
+  fake_cuda_begin_capture(one.stream);
+  CHECK_EQ(CudaTriggers::enqueue(one.call(kEngine, 0)), cuda::kSuccess);
+  CHECK_EQ(CudaTriggers::enqueue(copies), cuda::kSuccess);
+  void* const graph = fake_cuda_end_capture();
+  CHECK(graph != nullptr);
+  one.drain();
+  CHECK_EQ(board->load(1, 0), 0);  // nothing has run
+  for (const int32_t step : {7, 8}) {
+    one.step = step;
+    one.x.assign(one.x.size(), static_cast<char>(step));
+    fake_cuda_launch(graph, one.stream);
+    one.drain();
+    for (const int layer : {0, 1}) CHECK_EQ(board->load(1, layer), step);
+    CHECK(one.out == one.x);
+  }
+  CHECK_EQ(board->load(0, 0), 0);
+}
+
 // A captured graph holds the slots' addresses: they stay, whoever else is gone.
 TEST(cuda_slots_outlive_their_owner) {
   FakeDriver fake;
