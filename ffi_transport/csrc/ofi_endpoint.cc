@@ -64,6 +64,14 @@ class OfiEndpoint : public Endpoint {
       return failed("an endpoint", status, port);
     }
     endpoint_.reset(endpoint);
+    if (state_->limits.device_memory) {
+      // The NIC alone shall move what a device holds. A provider that may call CUDA copies inside
+      // its calls; and EFA's then sets an attribute of the memory that memory of cuMemCreate, such
+      // as XLA's, does not have, so that its first write would fail. One that has no such option,
+      // or needs CUDA, goes on as it is.
+      const bool permitted = false;
+      fi_setopt(&endpoint->fid, FI_OPT_ENDPOINT, kOfiCudaPermitted, &permitted, sizeof permitted);
+    }
     int status = fi_ep_bind(endpoint, &addresses_->fid, 0);
     if (status == 0) status = fi_ep_bind(endpoint, &queue_->fid, FI_TRANSMIT | FI_RECV);
     if (status == 0) status = fi_enable(endpoint);

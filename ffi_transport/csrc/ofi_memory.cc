@@ -62,9 +62,15 @@ Result<std::unique_ptr<Registration>> register_ofi_memory(std::shared_ptr<OfiDom
     fid_mr* mr = nullptr;
     status = fi_mr_regattr(state->domain.get(), &request.attributes(), request.flags(), &mr);
     if (status == 0) {
+      Fid<fid_mr> owned(mr);
+      // EFA's without dma-bufs in its rdma-core fails so: it reports whatever errno was.
+      if (fi_mr_key(mr) == FI_KEY_NOTAVAIL) {
+        return Status(Code::kRegistration, "registering " + std::to_string(request.length()) +
+                                               " bytes: the provider gave no key");
+      }
       const uint64_t base = state->mr_mode(FI_MR_VIRT_ADDR) ? request.address() : 0;
       return std::unique_ptr<Registration>(
-          std::make_unique<OfiRegistration>(std::move(state), Fid<fid_mr>(mr), base));
+          std::make_unique<OfiRegistration>(std::move(state), std::move(owned), base));
     }
     if (status != -FI_ENOKEY) break;  // the key is taken: draw another
   }

@@ -20,6 +20,8 @@ struct OfiDmaBuf {
 };
 inline constexpr uint64_t kOfiDmaBufFlag = 1ull << 40;            // FI_MR_DMABUF
 inline constexpr uint32_t kOfiDmaBufVersion = FI_VERSION(1, 20);  // of the interface asked for
+// FI_OPT_CUDA_API_PERMITTED, a bool; of version 1.18.
+inline constexpr int kOfiCudaPermitted = 10;
 
 // The arguments of fi_mr_regattr. The attributes point into the object itself.
 class OfiMrRequest {

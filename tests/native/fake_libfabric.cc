@@ -4,6 +4,7 @@
 
 #include <fcntl.h>
 #include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_errno.h>
@@ -35,10 +36,12 @@ struct Attributes20 {
   size_t page_size;
 };
 constexpr uint64_t kDmaBuf20 = 1ull << 40;
+constexpr int kCudaPermitted18 = FI_OPT_XPU_TRIGGER + 1;  // the next one in version 1.18
 
 struct State {
   uint32_t version = FI_VERSION(1, 20);
-  int device_memory = 1, to_dmabuf = 0, to_address = 0;
+  int device_memory = 1, to_dmabuf = 0, to_address = 0, to_options = 0;
+  uint64_t key = 77;
   std::string log;
 };
 State g;
@@ -53,6 +56,11 @@ int close_object(fid* object) {
   std::free(object);
   return 0;
 }
+int bind_object(fid*, fid*, uint64_t) { return 0; }
+int control_object(fid*, int command, void*) {
+  if (command == FI_ENABLE) add("enable\n");
+  return 0;
+}
 fi_ops g_ops{};  // of every object
 
 template <class T>
@@ -60,6 +68,8 @@ T* make() {
   auto* object = static_cast<T*>(std::calloc(1, sizeof(T)));
   g_ops.size = sizeof g_ops;
   g_ops.close = close_object;
+  g_ops.bind = bind_object;
+  g_ops.control = control_object;
   object->fid.ops = &g_ops;
   return object;
 }
@@ -80,7 +90,44 @@ int register_memory(fid*, const fi_mr_attr* given, uint64_t flags, fid_mr** mr) 
       attributes->offset == 0 && attributes->hmem_data == nullptr && attributes->page_size == 0);
   if (const int answer = flags & kDmaBuf20 ? g.to_dmabuf : g.to_address; answer != 0) return answer;
   *mr = make<fid_mr>();
-  (*mr)->key = 77;
+  (*mr)->key = g.key;
+  return 0;
+}
+
+int set_option(fid*, int level, int name, const void* value, size_t bytes) {
+  add("option %s %s bytes %zu\n",
+      level == FI_OPT_ENDPOINT && name == kCudaPermitted18 ? "cuda_permitted" : "?",
+      *static_cast<const bool*>(value) ? "true" : "false", bytes);
+  return g.to_options;
+}
+
+int tell_name(fid*, void* name, size_t* bytes) {
+  std::memcpy(name, "here", 4);
+  *bytes = 4;
+  return 0;
+}
+
+int open_endpoint(fid_domain*, fi_info*, fid_ep** endpoint, void*) {
+  static fi_ops_ep options{};
+  options.size = sizeof options;
+  options.setopt = set_option;
+  static fi_ops_cm names{};
+  names.size = sizeof names;
+  names.getname = tell_name;
+  *endpoint = make<fid_ep>();
+  (*endpoint)->ops = &options;
+  (*endpoint)->cm = &names;
+  return 0;
+}
+
+int open_queue(fid_domain*, fi_cq_attr* attributes, fid_cq** queue, void*) {
+  if (attributes->wait_obj != FI_WAIT_NONE) return -FI_ENOSYS;  // as EFA
+  *queue = make<fid_cq>();
+  return 0;
+}
+
+int open_addresses(fid_domain*, fi_av_attr*, fid_av** addresses, void*) {
+  *addresses = make<fid_av>();
   return 0;
 }
 
@@ -88,8 +135,14 @@ int open_domain(fid_fabric*, fi_info*, fid_domain** domain, void*) {
   static fi_ops_mr memory{};
   memory.size = sizeof memory;
   memory.regattr = register_memory;
+  static fi_ops_domain objects{};
+  objects.size = sizeof objects;
+  objects.av_open = open_addresses;
+  objects.cq_open = open_queue;
+  objects.endpoint = open_endpoint;
   *domain = make<fid_domain>();
   (*domain)->mr = &memory;
+  (*domain)->ops = &objects;
   return 0;
 }
 
@@ -111,6 +164,8 @@ void fake_libfabric_set_answers(int device_memory, int to_dmabuf, int to_address
   g.to_dmabuf = to_dmabuf;
   g.to_address = to_address;
 }
+void fake_libfabric_set_option_answer(int answer) { g.to_options = answer; }
+void fake_libfabric_set_key(uint64_t key) { g.key = key; }
 const char* fake_libfabric_log() { return g.log.c_str(); }
 
 uint32_t fi_version() { return g.version; }
@@ -154,6 +209,7 @@ int fi_getinfo(uint32_t version, const char*, const char*, uint64_t, const fi_in
   out->domain_attr->name = strdup("rdmap0-rdm");
   out->domain_attr->cq_data_size = 8;
   out->domain_attr->mr_key_size = 8;
+  out->mode = 0;
   out->ep_attr->max_msg_size = 1 << 30;
   out->tx_attr->size = out->rx_attr->size = 64;
   out->tx_attr->iov_limit = out->tx_attr->rma_iov_limit = 1;

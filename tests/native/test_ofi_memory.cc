@@ -20,6 +20,8 @@ constexpr uint64_t kBase = 0x7f0000001000;
 struct Fake {
   decltype(&fake_libfabric_set_version) set_version;
   decltype(&fake_libfabric_set_answers) set_answers;
+  decltype(&fake_libfabric_set_option_answer) set_option_answer;
+  decltype(&fake_libfabric_set_key) set_key;
   decltype(&fake_libfabric_log) log;
 
   Fake() {
@@ -27,6 +29,8 @@ struct Fake {
     CHECK(library != nullptr);
     find(library, "fake_libfabric_set_version", &set_version);
     find(library, "fake_libfabric_set_answers", &set_answers);
+    find(library, "fake_libfabric_set_option_answer", &set_option_answer);
+    find(library, "fake_libfabric_set_key", &set_key);
     find(library, "fake_libfabric_log", &log);
     decltype(&fake_libfabric_reset) reset;
     find(library, "fake_libfabric_reset", &reset);
@@ -121,4 +125,32 @@ TEST(libfabric_that_refuses_memory_says_so) {
               Code::kRegistration, "registering 5000 bytes: Operation not supported");
   CHECK_FAILS(domain->register_device_memory({kAddress, 5000, 3}).status(), Code::kRegistration,
               "Bad address");
+}
+
+// A provider may report success without having registered anything.
+TEST(libfabric_that_gives_no_key_has_registered_nothing) {
+  Fake fake;
+  fake.set_key(FI_KEY_NOTAVAIL);
+  const auto domain = open(DeviceMemoryWish::kHardware);
+  CHECK_FAILS(domain->register_device_memory({kAddress, 5000, 3, 0, kBase}).status(),
+              Code::kRegistration, "registering 5000 bytes: the provider gave no key");
+  char memory[100];
+  CHECK_FAILS(domain->register_memory(memory, sizeof memory).status(), Code::kRegistration,
+              "no key");
+}
+
+TEST(libfabric_is_asked_to_call_no_cuda_for_device_memory) {
+  Fake fake;
+  const auto plain = open(DeviceMemoryWish::kNone);
+  CHECK_OK(plain->open_endpoint(0).status());
+  CHECK_EQ(std::string(fake.log()), "getinfo 1.17\nenable\n");
+  // One that does not know the option, or cannot do without CUDA, is used all the same.
+  for (const int answer : {0, -FI_ENOPROTOOPT, -FI_EOPNOTSUPP}) {
+    Fake fake;
+    fake.set_option_answer(answer);
+    const auto domain = open(DeviceMemoryWish::kHardware);
+    CHECK_OK(domain->open_endpoint(0).status());
+    CHECK_EQ(std::string(fake.log()),
+             "getinfo 1.20 hmem mr_hmem\noption cuda_permitted false bytes 1\nenable\n");
+  }
 }
