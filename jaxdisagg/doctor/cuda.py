@@ -6,6 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 from jaxdisagg.doctor.finding import Finding, Values, problem
+from jaxdisagg.gpu_setup import count_by_address
 
 SUBJECT = "CUDA"
 NVIDIA = 0x10DE
@@ -18,7 +19,10 @@ PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")
 
 
 def probe(sysfs: Path) -> Values:
-    """The driver's version and devices, and what speaks of NVIDIA devices without it."""
+    """The driver's version and devices, and what speaks of NVIDIA devices without it.
+
+    Devices are numbered as `gpus=` takes them, for which this process's environment is changed.
+    """
     from ffi_transport.topology import CudaQuery, CudaUnavailable, read_topology
 
     try:
@@ -35,6 +39,7 @@ def probe(sysfs: Path) -> Values:
         "peer_modules": [name for name in PEER_MODULES if (sysfs / "module" / name).exists()],
         "cuda_python": python,
     }
+    count_by_address()
     try:
         query = CudaQuery()
         version = ".".join(map(str, query.version()))

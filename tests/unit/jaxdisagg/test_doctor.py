@@ -285,6 +285,18 @@ def test_devices_without_a_driver(monkeypatch, tmp_path):
     assert "2 NVIDIA devices are on the PCI bus: install their driver" in found["driver"].why
 
 
+def test_devices_are_numbered_as_nodes_take_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXDISAGG_LIBCUDA", "libnone.so")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")  # for what is put back
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    cuda.probe(tmp_path)
+    assert "CUDA_DEVICE_ORDER" not in os.environ
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    cuda.probe(tmp_path)
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
 def test_a_driver_without_devices(driver, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_FAKE", "none")
     found = cuda_findings(driver, monkeypatch, tmp_path, "")
