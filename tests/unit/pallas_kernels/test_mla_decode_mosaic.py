@@ -307,6 +307,15 @@ def test_auto_is_the_kernel_on_cuda_where_it_takes_the_operands():
     np.testing.assert_array_equal(attend(case, "auto"), attend(case, "xla"))  # on a CPU
 
 
+def test_bytes_without_a_rotated_part_become_a_kernel():
+    *case, cache_scale = make_case([3], rotated=0, dtype="uint8")  # a width that 128 divides
+    step = functools.partial(mla_decode, scale=SCALE, latent=LATENT, backend="mosaic_gpu")
+    traced = jax.jit(lambda *operands: step(*operands[:4], cache_scale=operands[4])).trace(
+        *case, cache_scale
+    )
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 @pytest.mark.parametrize(("rows", "launches"), [(2, 2), (256, 1)])
 def test_a_batch_that_fills_the_device_is_not_cut(rows, launches):
     lowered = lowered_for_cuda(make_case([1] * rows), "mosaic_gpu")
