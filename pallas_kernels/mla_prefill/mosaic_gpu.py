@@ -38,7 +38,7 @@ def supports(
     for name, width in (("Hn", nope), ("C", rotated), ("Hv", v_dim), ("R", w_uk.shape[2])):
         if width % 64 or not width:
             return f"{name} = {width} is not a multiple of 64"
-    needed = shared_bytes(nope, rotated, v_dim) + 2048  # barriers and sums
+    needed = shared_bytes(nope, rotated, v_dim) + 4096  # log-sum-exps, reductions and barriers
     if needed > SHARED_LIMIT:
         widths = f"Hn + C = {nope} + {rotated} and Hv = {v_dim}"
         return f"{widths} need {needed} bytes of shared memory, of {SHARED_LIMIT}"

@@ -208,6 +208,14 @@ def test_no_array_holds_all_plain_keys():
             {"w_uv": ((16, 256, 512), jnp.bfloat16)},
             r"Hn \+ C = 128 \+ 64 and Hv = 256 need \d+ bytes of shared memory, of 232448",
         ),
+        (
+            {
+                "q": ((2048, 16, 256), jnp.bfloat16),
+                "w_uk": ((16, 192, 512), jnp.bfloat16),
+                "w_uv": ((16, 64, 512), jnp.bfloat16),
+            },
+            r"Hn \+ C = 192 \+ 64 and Hv = 64 need \d+ bytes of shared memory, of 232448",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name_and_left_to_xla(changes, reason):
