@@ -24,7 +24,7 @@ from jaxdisagg.proxy import ANSWER_TIMEOUT_S, Proxy
 from jaxdisagg.server import KEEP_ALIVE_S, bare_app
 
 PROXIED = ("/v1/completions", "/v1/chat/completions")
-CONNECT_TIMEOUT_S = 2.0
+CONNECT_TIMEOUT_S = 5.0  # of which a starved router may itself use some
 WATCH_S = HEARTBEAT_S / 4
 STATE_TIMEOUT_S = 2.0
 
