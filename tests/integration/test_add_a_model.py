@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import local_http
 import numpy as np
 import plugin_site
 import pytest
@@ -116,11 +116,8 @@ def test_processes_find_it_too(folder: Path, golden: Golden):
     tokenizer = Tokenizer.from_folder(folder)
     with Deployment(ServeConfig(nodes=nodes, port=0)) as deployment:
         body = {"prompt": golden.prompts[-1], "max_tokens": 12, "temperature": 0}
-        answer = httpx.post(
-            f"{deployment.url}/v1/completions",
-            json={**body, "logprobs": 1, "ignore_eos": True},
-            timeout=60.0,
-        )
+        body |= {"logprobs": 1, "ignore_eos": True}
+        answer = local_http.post(f"{deployment.url}/v1/completions", body)
     assert answer.status_code == 200, answer.text
     found = answer.json()["choices"][0]["logprobs"]
     assert found["tokens"] == [token_text(tokenizer.token_bytes(t)) for t in golden.tokens[-1]]

@@ -6,7 +6,7 @@ import shutil
 import sys
 from itertools import chain
 
-import httpx
+import local_http
 import memory_server
 import numpy as np
 import plugin_site
@@ -88,7 +88,7 @@ def test_every_byte_is_where_it_belongs_in_each_process(
                 memory_server.ask(tap, pid, "poison")
             ids = prompt(length, number)
             body = {"prompt": ids, "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
-            found = httpx.post(f"{deployment.url}/v1/completions", json=body, timeout=60.0)
+            found = local_http.post(f"{deployment.url}/v1/completions", body)
             assert found.status_code == 200, found.text
             assert found.json()["choices"][0]["text"] == bytes(answer(ids, NEW)).decode()
             for mesh, of_node in zip((prefill, decode), pids, strict=True):

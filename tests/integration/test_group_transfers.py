@@ -11,14 +11,17 @@ from dataclasses import dataclass, replace
 
 import golden_serving
 import httpx
+import local_http
 import pytest
 from nodes import PAGE, node_config, wait_until
+from ports import ports
 
 from jaxdisagg.config import BatchConfig, MeshConfig, ServeConfig, Timeouts
 from jaxdisagg.deployment import Deployment
 
 FEW = BatchConfig(chunks=(64,), decode_rows=(8,), max_model_len=256)
-TIMEOUTS = Timeouts(prefill=20.0, cancel_resend=0.2, cancel_fence=5.0, connect=5.0)
+# `connect`, in which a process must arm, is well below the 5 s after which a stopped one is lost.
+TIMEOUTS = Timeouts(prefill=60.0, cancel_resend=0.2, cancel_fence=20.0, connect=2.5)
 LONG = [(5 * i) % 250 for i in range(240)]
 
 
@@ -68,8 +71,8 @@ def folder_of(case, golden_folder, tiny_folder, tmp_path_factory):
 def deployment_of(case, folder):
     more = {"batch": FEW, "timeouts": TIMEOUTS, "mtp": case.mtp}
     nodes = (
-        replace(node_config("prefill", folder, **more), mesh=case.prefill),
-        replace(node_config("decode", folder, **more), mesh=case.decode),
+        replace(node_config("prefill", folder, **more, **ports()), mesh=case.prefill),
+        replace(node_config("decode", folder, **more, **ports()), mesh=case.decode),
     )
     return Deployment(ServeConfig(nodes=nodes, port=0))
 
@@ -82,13 +85,13 @@ def core(golden_folder, tiny_folder, tmp_path_factory):
         yield deployment, folder
 
 
-def complete(url, prompt, max_tokens=8, timeout=60.0):
+def complete(url, prompt, max_tokens=8, **more):
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "logprobs": 0}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=timeout)
+    return local_http.post(f"{url}/v1/completions", body, **more)
 
 
 def state(deployment, node):
-    return httpx.get(f"{deployment.node(node).url}/debug/state", timeout=10.0).json()
+    return local_http.get(f"{deployment.node(node).url}/debug/state").json()
 
 
 def free_again(deployment, *nodes):
@@ -154,7 +157,7 @@ def test_clients_that_leave_at_any_moment_lose_no_page_in_any_process(core):
 
     def leave(i):
         try:
-            complete(deployment.url, LONG, 16, timeout=0.05 + 0.03 * i)
+            complete(deployment.url, LONG, 16, read_s=0.05 + 0.03 * i)
         except httpx.ReadTimeout:
             return True
         return False
@@ -204,7 +207,7 @@ def test_a_process_that_does_not_arm_fails_the_request_by_name(core):
     text = f"process 1 of decode-0 did not arm its counter within {TIMEOUTS.connect:g} s"
     assert text in answer.json()["error"]["message"]
     assert state(deployment, "prefill-0")["outcomes"] == before
-    assert complete(deployment.url, LONG).status_code == 200
+    wait_until(lambda: complete(deployment.url, LONG).status_code == 200, "the node serves on")
     free_again(deployment, "prefill-0", "decode-0")
 
 
@@ -221,8 +224,8 @@ def killed(deployment, node):
         victim.process.kill()
         if victim is not follower:
             os.kill(follower.process.pid, signal.SIGCONT)
-        answers = [future.result(timeout=30) for future in waiting]
-    assert deployment.node(node).process.wait(timeout=20) != 0, "the node has ended as a whole"
+        answers = [future.result(timeout=60) for future in waiting]
+    assert deployment.node(node).process.wait(timeout=60) != 0, "the node has ended as a whole"
     assert min(answer.status_code for answer in answers) >= 500
     return [answer.json()["error"]["message"] for answer in answers]
 
@@ -236,9 +239,7 @@ def test_the_death_of_one_process_ends_a_prefill_node_which_comes_back(core):
     assert all("page-writes had arrived, 0 of" in text for text in told), "by process"
     free_again(deployment, "decode-0")
     deployment.restart("prefill-0")
-    wait_until(
-        lambda: httpx.get(f"{deployment.url}/health").status_code == 200, "the router can answer"
-    )
+    wait_until(lambda: local_http.healthy(deployment.url), "the router can answer")
     answer = complete(deployment.url, LONG)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == before.json()["choices"][0]["text"]

@@ -45,7 +45,7 @@ class Peer:
             * layout.devices,
         )
         self.engine.set_hello(raw or encode(replace(hello, **changes)))
-        self.peer = self.engine.connect(pair.prefill.engine.control_address, 5.0)
+        self.peer = self.engine.connect(pair.prefill.engine.control_address, 60.0)
 
     def __enter__(self):
         return self

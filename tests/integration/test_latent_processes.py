@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import golden_serving
-import httpx
+import local_http
 import numpy as np
 import pytest
 from nodes import CHUNK, PAGE, node_config, wait_until
@@ -38,7 +38,7 @@ def deployment(folder):
 
 
 def state(deployment, node):
-    return httpx.get(f"{deployment.node(node).url}/debug/state", timeout=10.0).json()
+    return local_http.get(f"{deployment.node(node).url}/debug/state").json()
 
 
 def test_answers_are_those_of_transformers_and_every_write_is_counted(deployment, folder):
@@ -47,7 +47,7 @@ def test_answers_are_those_of_transformers_and_every_write_is_counted(deployment
 
     def complete(prompt):
         body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "logprobs": 0}
-        answer = httpx.post(f"{deployment.url}/v1/completions", json=body, timeout=120.0)
+        answer = local_http.post(f"{deployment.url}/v1/completions", body)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]
 
@@ -79,10 +79,8 @@ def test_a_prefill_node_of_another_tp_takes_over(deployment, folder):
     prefill.process.wait()
     prefill.config = replace(prefill.config, mesh=MeshConfig(tp=4))
     deployment.restart("prefill-0")
-    wait_until(
-        lambda: httpx.get(f"{deployment.url}/health").status_code == 200, "the router can answer"
-    )
+    wait_until(lambda: local_http.healthy(deployment.url), "the router can answer")
     body = {"prompt": golden.prompts[-1], "max_tokens": 12, "temperature": 0, "logprobs": 0}
-    answer = httpx.post(f"{deployment.url}/v1/completions", json=body, timeout=120.0)
+    answer = local_http.post(f"{deployment.url}/v1/completions", body)
     found = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
     np.testing.assert_allclose(found, golden.logprobs[-1], atol=1e-3)

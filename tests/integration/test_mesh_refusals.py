@@ -6,6 +6,7 @@ import signal
 import pytest
 from mesh_cases import Mesh, Model
 from mesh_models import write_models
+from nodes import wait_until
 from sentinel_values import LAYERS, prompt
 from side_process import SideError, SideProcess
 
@@ -43,8 +44,12 @@ def refused(sides, build, prefill, decode):
     assert answer["status"] == 503
     assert problem in answer["error"], "the client is told the same"
     problems = problem.removeprefix("refused: ").split("; ")
-    log = sides["prefill"].stderr().rpartition("refused decode node d: ")[2]
-    assert all(each.partition(":")[0] in log for each in problems), "and the other node's log"
+
+    def logged():
+        log = sides["prefill"].stderr().rpartition("refused decode node d: ")[2]
+        return all(each.partition(":")[0] in log for each in problems)
+
+    wait_until(logged, "the other node's log says so, too")
     return problems
 
 

@@ -59,8 +59,10 @@ def check_transfer_row(row):
     assert max(row["peer_nic_pages"]) - min(row["peer_nic_pages"]) <= 1
     assert sum(row["peer_nic_pages"]) * PAGE == sum(moved)
     for sent, frame_bytes in zip(moved, frames, strict=True):
-        # Headers and the provider's own are some percent; acknowledgements go the other way.
-        assert sent < frame_bytes < 1.1 * sent
+        # Headers and the provider's own are some percent; acknowledgements go the other way. The
+        # rest is for what TCP sends again where it was kept waiting; another NIC's share is as much
+        # as this one's.
+        assert sent < frame_bytes < 1.5 * sent
 
 
 def check_split_row(row):

@@ -8,7 +8,7 @@ import struct
 from dataclasses import replace
 from typing import Any
 
-import httpx
+import local_http
 import numpy as np
 import pytest
 from nodes import Pair, generate_all, mixed, node_config, wait_until
@@ -130,14 +130,13 @@ def test_processes_with_two_and_three_nics(serving_folder, prefill, decode):
     with Deployment(ServeConfig(nodes=tuple(nodes), port=0)) as deployment:
         urls = {node.config.id: node.url for node in deployment.nodes}
         answers = [
-            httpx.post(f"{urls[id]}/v1/completions", json=body, timeout=60.0)
-            for id in ("decode", "mixed")
+            local_http.post(f"{urls[id]}/v1/completions", body) for id in ("decode", "mixed")
         ]
         assert [answer.status_code for answer in answers] == [200, 200]
         assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
 
         def domains(id: str) -> list[dict[str, Any]]:
-            return httpx.get(f"{urls[id]}/debug/state").json()["fabric"]["domains"]
+            return local_http.get(f"{urls[id]}/debug/state").json()["fabric"]["domains"]
 
         def settled() -> bool:  # what other processes count is told with a delay
             posted = sum(domain["units_completed"] for domain in domains("prefill"))

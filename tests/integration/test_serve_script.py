@@ -9,9 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-import httpx
+import local_http
 import pytest
 from nodes import wait_until
+from ports import free_port
 from repository import REPOSITORY
 from threads import children
 
@@ -109,8 +110,7 @@ def alive(pid: int) -> bool:
     "how", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 def test_ending_it_leaves_no_process(serving_folder, how):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     process = serve("--model", str(serving_folder), "--port", str(port), *SMALL,
                     "--prefill", "tp=1", "--decode", "tp=1")  # fmt: skip
     try:
@@ -118,21 +118,18 @@ def test_ending_it_leaves_no_process(serving_folder, how):
 
         def serves() -> bool:
             assert process.poll() is None, process.communicate()[0]
-            try:
-                return httpx.get(f"{url}/health", timeout=2.0).status_code == 200
-            except httpx.TransportError:
-                return False
+            return local_http.healthy(url)
 
-        wait_until(serves, "the deployment serves", 120.0)
+        wait_until(serves, "the deployment serves")
         nodes = children(process.pid)
         assert len(nodes) == 2
         if how == signal.SIGINT:  # as a terminal does: the whole foreground group
             os.killpg(process.pid, how)
         else:
             os.kill(process.pid, how)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=60)
         assert "Traceback" not in output
-        wait_until(lambda: not any(map(alive, nodes)), "no node is left", 15.0)
+        wait_until(lambda: not any(map(alive, nodes)), "no node is left")
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -141,7 +138,7 @@ def test_ending_it_leaves_no_process(serving_folder, how):
 def test_a_dead_node_is_reported_and_the_last_one_ends_it(serving_folder):
     process = serve("--model", str(serving_folder), "--port", "0", *SMALL, "--mixed", "tp=1")
     try:
-        wait_until(lambda: len(children(process.pid)) == 1, "the node's process is there", 30.0)
+        wait_until(lambda: len(children(process.pid)) == 1, "the node's process is there")
         (node,) = children(process.pid)
         time.sleep(1.0)
         os.kill(node, signal.SIGKILL)

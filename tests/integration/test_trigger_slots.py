@@ -7,12 +7,13 @@ are skipped, and nothing but the slots says which layers are written.
 import golden_serving
 import numpy as np
 import pytest
-from nodes import CHUNK, PAGE, Pair, generate_all, timing_of
+from nodes import CHUNK, PAGE, Pair, generate_all, timing_of, wait_until
 
 from jaxdisagg.config import BatchConfig
 from jaxdisagg.page_spans import pages_for
 
 TOLERANCE = 1e-3
+READ = ("triggers", "no_plan_triggers")
 FEW = BatchConfig(chunks=(CHUNK,), decode_rows=(8,), max_model_len=256)
 
 CASES = {
@@ -51,7 +52,10 @@ def served(request, golden_folder):
 def test_tokens_are_those_of_transformers(served):
     pair, golden, _ = served
     new = min(8, golden.tokens.shape[1])
-    warm_up = pair.prefill.engine.counters()
+    counters_of = pair.prefill.engine.counters
+    # The engine's thread reads them a moment after the steps have run.
+    wait_until(lambda: len({counters_of()[n] for n in READ}) == 1, "triggers are read")
+    warm_up = counters_of()
     assert warm_up["triggers"] == warm_up["no_plan_triggers"] > 0
     found = generate_all(pair.decode.node, golden.prompts, new, at_once=8, prefix="golden")
     for i, generated in enumerate(found):

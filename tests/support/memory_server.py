@@ -20,7 +20,7 @@ from jaxdisagg.decode_node import DecodeNode
 from jaxdisagg.prefill_node import PrefillNode
 
 FOLDER = "SENTINEL_TAP"
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 def start() -> None:

@@ -40,7 +40,7 @@ Parts = PrefillParts | DecodeParts | MixedParts
 
 DEVICES = 8
 BATCH = {"chunks": (64,), "decode_rows": (8,), "max_model_len": 256}
-TIMEOUTS = {"prefill": 60.0, "connect": 5.0, "queue": 60.0, "cancel_fence": 3.0}
+TIMEOUTS = {"prefill": 120.0, "connect": 10.0, "queue": 120.0, "cancel_fence": 20.0}
 
 
 class MeshSide:
@@ -118,7 +118,7 @@ class MeshSide:
 
         peers.choose = choose
 
-    def connect(self, name: str, fabric: Sequence[str], seconds: float = 15.0) -> dict[str, Any]:
+    def connect(self, name: str, fabric: Sequence[str], seconds: float = 60.0) -> dict[str, Any]:
         """Tell a decode node of prefill nodes; answers when each is connected or was refused.
 
         The answer is what the node knows about each address.
@@ -138,7 +138,7 @@ class MeshSide:
         return peers.state()
 
     def generate(
-        self, orders: list[dict[str, Any]], kill: int | None = None, seconds: float = 90.0
+        self, orders: list[dict[str, Any]], kill: int | None = None, seconds: float = 120.0
     ) -> list[Any]:
         """Serve the prompts of several orders, all at once: an answer per prompt of each order.
 
@@ -192,7 +192,7 @@ class MeshSide:
         name: str,
         attempts: list[str] | None = None,
         folder: str | None = None,
-        seconds: float = 15.0,
+        seconds: float = 60.0,
     ) -> list[dict[str, Any]]:
         """What a node's memory held for each attempt (None: all that the node's tap has taken).
 
@@ -202,17 +202,17 @@ class MeshSide:
         found = tap.wait(tap.attempts() if attempts is None else attempts, seconds)
         return [described(taken, name, folder) for taken in found]
 
-    def poison(self, name: str, seconds: float = 15.0) -> None:
+    def poison(self, name: str, seconds: float = 60.0) -> None:
         """Overwrite all pages and contexts of a node, once it is idle."""
         self._idle(name, seconds)
         self._taps[name].poison(seconds)
 
-    def strays(self, name: str, seconds: float = 15.0) -> list[str]:
+    def strays(self, name: str, seconds: float = 60.0) -> list[str]:
         """Pages outside of all requests that changed since `poison`."""
         self._idle(name, seconds)
         return self._taps[name].strays(seconds)
 
-    def state(self, name: str, seconds: float = 15.0) -> dict[str, Any]:
+    def state(self, name: str, seconds: float = 60.0) -> dict[str, Any]:
         """/debug/state of an idle node whose pages are all free and in order."""
         self._idle(name, seconds)
         return dict(self._nodes[name].node.state())

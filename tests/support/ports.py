@@ -1,10 +1,15 @@
-"""A free port for a process that starts in a while."""
+"""Free ports for processes that start in a while, or again."""
 
 import random
 import socket
 from pathlib import Path
 
 FIRST = 10_000
+
+
+def ports() -> dict[str, int]:
+    """A node's own, so that it finds them free when it is restarted."""
+    return {"http_port": free_port(), "fabric_port": free_port()}
 
 
 def free_port() -> int:

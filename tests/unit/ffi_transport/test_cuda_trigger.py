@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from device_stream import COMMAND_BUFFER_COMPATIBLE, DeviceStream, FfiCaller, build_caller
 from fabric_peer import wait_for, wait_for_all
+from nodes import wait_until
 
 from ffi_transport.engine import TransferEngine
 from ffi_transport.errors import FabricUnavailable, TransferTimeout
@@ -81,6 +82,12 @@ class Machine:
         for d, l in np.ndindex(DEVICES, LAYERS):
             assert (self.landing[d, l, page] == self.value(number, d, l)).all(), (number, d, l)
 
+    def all_counted(self) -> None:
+        """The poller counts a trigger when it has handed it on; its pages may be sent by then."""
+        wait_until(
+            lambda: self.engine.counters()["triggers"] >= DEVICES * LAYERS, "triggers are counted"
+        )
+
     def close(self) -> None:
         self.fake.hold(False)
         for stream in self.streams:
@@ -116,6 +123,7 @@ def test_the_handler_returns_before_the_device_has_come_so_far(machine):
     assert (ended.status, ended.units_done) == ("completed", DEVICES * LAYERS)
     wait_for(machine.receiver, CounterReached, [])
     machine.check((5 << 32) + 9, 1)
+    machine.all_counted()
     counters = machine.engine.counters()
     assert counters["steps_live"] == counters["trigger_faults"] == 0
     assert counters["triggers"] == DEVICES * LAYERS
@@ -149,6 +157,7 @@ def test_a_dropped_step_is_not_mistaken_for_a_later_one(machine):
     machine.enqueue(8, 1)
     assert wait_for(machine.engine, TransferEnded, []).status == "completed"
     machine.check(8, 1)
+    machine.all_counted()
     assert machine.engine.counters()["triggers"] == DEVICES * LAYERS
 
 
