@@ -66,6 +66,13 @@ struct ArrivalsFixture {
     CHECK_OK(counters.disarm(slot));
     return arrivals.drop(slot);
   }
+  // Whether a slot is known; after `drop` has begun it is not.
+  bool knows(int64_t slot) {
+    Event again;
+    again.kind = EventKind::kCounterReached;
+    again.id = slot;
+    return arrivals.take(again);
+  }
   void add(uint32_t slot, uint32_t weight) { counters.add(counters.codec().encode(slot, weight)); }
   Event next() {
     std::vector<Event> got;

@@ -52,6 +52,7 @@ TEST(disarming_waits_for_the_copies_that_have_begun) {
     CHECK_OK(f.disarm(1));
     dropped = true;
   });
+  CHECK(eventually([&] { return !f.knows(1); }));
   std::this_thread::sleep_for(std::chrono::milliseconds(30));
   CHECK(!dropped);  // a copy may still land
   fake_cuda_hold(0);
@@ -115,7 +116,7 @@ TEST(disarming_waits_for_one_batch_of_a_long_run) {
   f.add(1, 1);
   CHECK(eventually([] { return !lines("cuEventRecord").empty(); }));
   std::thread other([&] { CHECK_OK(f.disarm(1)); });
-  std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  CHECK(eventually([&] { return !f.knows(1); }));
   fake_cuda_hold(0);
   other.join();
   CHECK_EQ(lines("ran cuMemcpyHtoDAsync_v2").size(), 1u);
@@ -160,7 +161,7 @@ TEST(an_overshot_slot_is_not_told_as_reached) {
 }
 
 TEST(a_hung_device_fails_its_slots_and_keeps_their_pages) {
-  Fixture f(30);
+  Fixture f(500);  // a sound one has ended by then
   Device hung(0), sound(1);
   CHECK_OK(f.arm(1, 1, {hung.region}, {1}));
   CHECK_OK(f.arm(2, 1, {hung.region}, {2}));
@@ -235,7 +236,9 @@ TEST(arrivals_that_are_closed_copy_nothing_more) {
     CHECK(eventually([] { return !lines("cuEventRecord").empty(); }));
     f.add(2, 1);
     std::thread closing([&] { f.arrivals.close(); });
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    CHECK(eventually([&] {  // known till then, and so refused as well
+      return f.arm(3, 1, {device.region}, {3}).code() == Code::kClosed;
+    }));
     fake_cuda_hold(0);
     closing.join();
     std::fill(device.memory.begin(), device.memory.end(), 'n');

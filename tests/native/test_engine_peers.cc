@@ -154,7 +154,7 @@ TEST(disconnect_delivers_what_was_queued) {
 TEST(silent_peer_is_lost_after_the_timeout) {
   EngineOptions how = options();
   how.heartbeat_ms = 10;
-  how.peer_timeout_ms = 200;
+  how.peer_timeout_ms = 1000;  // by then the transfer is open
   Node a(how);
   Stranger stranger(a.engine->control_address());
   stranger.send(stranger.greeting(stranger.hello()));
@@ -164,7 +164,7 @@ TEST(silent_peer_is_lost_after_the_timeout) {
   CHECK_EQ(ended.id, transfer);
   const Event lost = a.wait(EventKind::kPeerLost);
   CHECK(lost.text == "no sign of life");
-  CHECK(lost.elapsed_s >= 0.2);
+  CHECK(lost.elapsed_s >= 1.0);
 }
 
 TEST(restarted_peer_ends_its_former_life_first) {
