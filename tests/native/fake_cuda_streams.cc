@@ -93,6 +93,10 @@ struct Capture {
 };
 thread_local Capture* t_capture = nullptr;
 
+// Between the device and more than this of pageable memory the driver copies piece by piece through
+// pinned memory of its own, and returns when that is done.
+constexpr size_t kPageableBytes = 64 << 10;
+
 cuda::Error break_capture() {
   t_capture->broken = true;
   return kCaptureUnsupported;
@@ -146,7 +150,9 @@ cuda::Error copy_async(const char* name, void* to, const void* from, size_t byte
   return call_in_context(name, arguments, [&]() -> cuda::Error {
     const bool pageable = host != nullptr && !pinned(host, bytes);
     if (pageable && t_capture != nullptr) return break_capture();
-    return enqueue(stream, name + arguments, [=] { copy(to, from, bytes); });
+    const auto error = enqueue(stream, name + arguments, [=] { copy(to, from, bytes); });
+    if (error == cuda::kSuccess && pageable && bytes > kPageableBytes) fake_cuda_drain(stream);
+    return error;
   });
 }
 

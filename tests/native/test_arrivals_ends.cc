@@ -114,7 +114,7 @@ TEST(disarming_waits_for_one_batch_of_a_long_run) {
   CHECK_OK(f.arm(1, 1, {run.device.region}, run.pages));
   fake_cuda_hold(1);
   f.add(1, 1);
-  CHECK(eventually([] { return !lines("cuEventRecord").empty(); }));
+  CHECK(eventually([] { return !lines("cuMemcpyHtoDAsync_v2").empty(); }));
   std::thread other([&] { CHECK_OK(f.disarm(1)); });
   CHECK(eventually([&] { return !f.knows(1); }));
   fake_cuda_hold(0);
@@ -184,6 +184,43 @@ TEST(a_hung_device_fails_its_slots_and_keeps_their_pages) {
   f.add(3, 1);  // it has come round
   CHECK(f.next().kind == EventKind::kCounterReached);
   CHECK(sound.holds(3, 'b'));
+}
+
+// A mirror is pageable memory: the driver may take the call that copies from it for as long as the
+// device takes.
+TEST(disarming_does_not_wait_for_a_driver_that_hangs_in_a_copy) {
+  Fixture f(500);
+  LongRun run;
+  CHECK_OK(f.arm(1, 1, {run.device.region}, run.pages));
+  fake_cuda_hold(1);
+  f.add(1, 1);
+  CHECK(eventually([] { return !lines("cuMemcpyHtoDAsync_v2").empty(); }));
+  CHECK_FAILS(f.disarm(1), Code::kTimeout, "its pages are not safe");
+  CHECK(run.device.region->in_flight.load() > 0);  // it cannot be deregistered
+  fake_cuda_hold(0);
+  CHECK(eventually([&] { return run.device.region->in_flight.load() == 0; }));
+  CHECK(eventually([&] { return f.stats.arrivals_dropped.load() == 1; }));
+  CHECK(f.events.poll(0).empty());
+  CHECK_OK(f.arm(1, 1, {run.device.region}, {1}));  // the slot serves again
+  run.device.land(1, 'b');
+  f.add(1, 1);
+  CHECK(f.next().kind == EventKind::kCounterReached);
+}
+
+TEST(arrivals_end_when_the_driver_is_gone) {
+  Device device(0);
+  Fixture f;
+  CHECK_OK(f.arm(1, 1, {device.region}, {1}));
+  fake_cuda_hold(1);
+  f.add(1, 1);
+  CHECK(eventually([] { return !lines("cuEventRecord").empty(); }));
+  fake_cuda_shut_down();
+  const Event event = f.next();
+  CHECK(event.kind == EventKind::kArrivalFailed);
+  CHECK(event.text.find("CUDA error 4") != std::string::npos);
+  CHECK_OK(f.disarm(1));
+  f.arrivals.close();
+  fake_cuda_reset();
 }
 
 TEST(mirrors_that_hung_copies_read_outlive_their_regions) {
