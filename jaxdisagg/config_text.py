@@ -141,6 +141,8 @@ def serve_from_toml(
         document = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from error
+    except OSError as error:
+        raise ValueError(f"--config: {path} cannot be read: {error.strerror}") from None
     nodes = document.pop("node", [])
     if not isinstance(nodes, list) or not all(isinstance(table, dict) for table in nodes):
         raise ValueError(f"{path}: node: expected [[node]] tables")

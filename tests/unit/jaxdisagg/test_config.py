@@ -159,6 +159,11 @@ timeouts = {prefill = 3.5}
     assert serve.nodes[1].timeouts.prefill == 3.5
 
 
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match=f"--config: {tmp_path}/none cannot be read: No such file"):
+        serve_from_toml(tmp_path / "none", BASE)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
