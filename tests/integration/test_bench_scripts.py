@@ -98,3 +98,12 @@ def test_bench_experts_answers_bad_input_in_a_line():
     assert done.returncode == 2
     assert "choices=5 must not exceed experts=4" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_bench_experts_says_in_a_line_that_no_back_end_starts(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "abacus")
+    done = run("bench_experts.py")
+    assert done.returncode == 2
+    assert "error: jax finds no devices: " in done.stdout
+    assert "abacus" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
