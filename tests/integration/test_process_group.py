@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from nodes import CHUNK, node_config, wait_until
 from ports import free_port
-from threads import allowed_cpus
+from proc import allowed_cpus
 
 from jaxdisagg.config import BatchConfig, MeshConfig, ServeConfig, Timeouts
 from jaxdisagg.deployment import Deployment, DeploymentError

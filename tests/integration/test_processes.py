@@ -16,7 +16,7 @@ import local_http
 import pytest
 from nodes import node_config, wait_until
 from ports import ports
-from threads import allowed_cpus, wake_ups
+from proc import allowed_cpus, wake_ups
 
 from jaxdisagg.config import ServeConfig, Timeouts
 from jaxdisagg.deployment import Deployment

@@ -7,14 +7,13 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import local_http
 import pytest
 from nodes import wait_until
 from ports import free_port
+from proc import children, running
 from repository import REPOSITORY
-from threads import children
 
 SMALL = ("--max-model-len", "256", "--chunks", "16", "--batch", "2", "--pages", "64")
 
@@ -98,14 +97,6 @@ def test_no_libfabric(serving_folder):
     assert "install" in output
 
 
-def alive(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return status != "Z"
-
-
 @pytest.mark.parametrize(
     "how", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
@@ -129,7 +120,7 @@ def test_ending_it_leaves_no_process(serving_folder, how):
             os.kill(process.pid, how)
         output, _ = process.communicate(timeout=60)
         assert "Traceback" not in output
-        wait_until(lambda: not any(map(alive, nodes)), "no node is left")
+        wait_until(lambda: not any(map(running, nodes)), "no node is left")
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from threads import wake_ups
+from proc import wake_ups
 
 from ffi_transport.engine import TransferEngine
 from ffi_transport.events import Event

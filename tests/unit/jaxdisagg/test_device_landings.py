@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from group_pair import Both, arrived, fill, gqa, mla
-from threads import statuses
+from proc import statuses
 
 from ffi_transport.errors import TransferTimeout
 from ffi_transport.events import ArrivalFailed, CounterReached, TransferEnded

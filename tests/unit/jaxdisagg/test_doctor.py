@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from doctor_findings import by_name
+from proc import running
 from sysfs_tree import no_nic, p5_like
 from typer.testing import CliRunner
 
@@ -93,7 +94,7 @@ def test_a_machine_that_runs_these_tests_is_fit():
     assert document["probes"]["host"]["cpus"] == len(os.sched_getaffinity(0))
 
 
-def test_without_libfabric_no_deployment_runs(tmp_path):
+def test_without_libfabric_no_deploymentrunning(tmp_path):
     status, document = run(JAXDISAGG_LIBFABRIC=str(tmp_path / "libfabric.so.1"))
     assert (status, document["fit"]) == (1, False)
     missing = {f["what"]: f["why"] for f in document["findings"] if f["state"] == "missing"}
@@ -181,19 +182,12 @@ def test_no_probe_outlives_the_doctor(driver, number, status):
         assert doctor.returncode == status
         assert "Traceback" not in shown
         deadline = time.monotonic() + 30
-        while left := [pid for pid in below if _runs(pid)]:
+        while left := [pid for pid in below if running(pid)]:
             assert time.monotonic() < deadline, [below[pid] for pid in left]
             time.sleep(0.05)
     finally:
         doctor.kill()
         doctor.communicate()
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 # ---- probes that fail ------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from proc import allowed_cpus
 from sysfs_tree import SysfsTree, connectx_8, no_nic, p5_like
-from threads import allowed_cpus
 
 from ffi_transport.errors import FabricUnavailable
 from ffi_transport.types import EngineConfig

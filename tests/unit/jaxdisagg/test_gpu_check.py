@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from proc import running
 from repository import REPOSITORY, load_script
 
 from ffi_transport import _native
@@ -75,7 +76,7 @@ def test_a_step_that_hangs_leaves_its_rows_and_no_process(tmp_path):
     assert outcome.said.startswith("it had not ended after ")
     [row] = outcome.rows
     deadline = time.monotonic() + 10
-    while _runs(row["child"]):
+    while running(row["child"]):
         assert time.monotonic() < deadline, "the step's child lives on"
         time.sleep(0.05)
 
@@ -93,7 +94,7 @@ def test_what_ends_the_check_ends_its_step(tmp_path):
     finally:
         signal.signal(signal.SIGUSR1, before)
     [row] = read_rows((tmp_path / "one.out").read_text())
-    assert not _runs(row["pid"])
+    assert not running(row["pid"])
 
 
 def test_a_step_waits_for_what_it_needs(tmp_path):
@@ -118,13 +119,6 @@ def _kill_when(printed: Path) -> None:
         assert time.monotonic() < deadline, "the step never spoke"
         time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGUSR1)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_steps_share_their_time(tmp_path, monkeypatch):

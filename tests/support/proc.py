@@ -1,4 +1,4 @@
-"""The threads of a process as the kernel shows them. Those that end meanwhile are left out."""
+"""Processes and their threads as /proc shows them. Threads that end meanwhile are left out."""
 
 import contextlib
 from pathlib import Path
@@ -38,3 +38,11 @@ def children(pid: int) -> list[int]:
         with contextlib.suppress(OSError):  # it has ended
             found += [int(child) for child in (task / "children").read_text().split()]
     return found
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there and has not ended: a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
