@@ -44,6 +44,19 @@ def why_no_devices(error: Exception) -> str:
     return f"no platform of JAX_PLATFORMS={platforms} is there"
 
 
+def default_platform() -> str:
+    """The platform that jax uses where none is named: its back end is started.
+
+    Raises ValueError where none starts.
+    """
+    import jax  # only here: what else is in this file comes before it
+
+    try:
+        return jax.default_backend()
+    except BACK_END_ERRORS as error:
+        raise ValueError(f"jax finds no devices: {why_no_devices(error)}") from None
+
+
 def visible_gpus() -> int:
     """The CUDA devices that jax would use here; 0 with another platform, plugin or no driver."""
     if first_platform() not in ("", *_CUDA_NAMES) or not cuda_plugins():

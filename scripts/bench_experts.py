@@ -21,7 +21,7 @@ from rich.table import Table
 
 from jaxdisagg.bench.report import environment, write_json
 from jaxdisagg.config_text import parse_numbers
-from jaxdisagg.gpu_setup import BACK_END_ERRORS, why_no_devices
+from jaxdisagg.gpu_setup import default_platform
 from jaxdisagg.start_progress import print_error
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -125,10 +125,7 @@ def main(
         sizes = parse_numbers(tokens, "tokens")
         if min(sizes) < 1:
             raise ValueError(f"tokens={tokens!r} must be at least 1")
-        try:
-            jax.default_backend()
-        except BACK_END_ERRORS as error:
-            raise ValueError(f"jax finds no devices: {why_no_devices(error)}") from None
+        default_platform()
     except ValueError as error:
         print_error(console, str(error))
         raise typer.Exit(2) from None

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from jaxdisagg.bench.report import check_json, environment, write_json
 from jaxdisagg.bench.timing import interleaved, median_ci
-from jaxdisagg.gpu_setup import BACK_END_ERRORS, why_no_devices
+from jaxdisagg.gpu_setup import default_platform
 from jaxdisagg.start_progress import print_error
 
 if TYPE_CHECKING:
@@ -138,10 +138,7 @@ def main(
         from jaxdisagg.bench.gpu.ceilings import copy_bandwidth, matmul_rate
         from jaxdisagg.bench.kernels import cases
 
-        try:
-            platform = jax.default_backend()
-        except BACK_END_ERRORS as error:
-            raise ValueError(f"jax finds no devices: {why_no_devices(error)}") from None
+        platform = default_platform()
         chosen = list(cases(platform, small))
         known = {case.op for case in chosen}
         wanted = {name.strip() for name in ops.split(",")} if ops else known
